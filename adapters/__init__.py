@@ -1,0 +1,1 @@
+"""Adapters: one module per framework. Importing this package imports none of them."""

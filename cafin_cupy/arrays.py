@@ -1,0 +1,269 @@
+"""Foreign arrays: what the core must know of them, and the few places that depend on whose they are.
+
+An array is anything with `__cuda_array_interface__` or `__dlpack__`. Frameworks are never imported here: one that made
+an array is in `sys.modules` already.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from .errors import CafinTypeError, refuse
+
+_DLPACK_CPU = (1, 3)  # kDLCPU, kDLCUDAHost
+_DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
+
+
+class View(NamedTuple):
+    """What a kernel sees of an array.
+
+    Attributes:
+        ptr: address of the first element.
+        shape: lengths of the axes.
+        strides: in elements.
+        dtype: name such as "float32".
+        device: "cpu" or the number of a CUDA device.
+        writable: False if the owner exports it read-only.
+        owner: keeps the memory alive.
+    """
+
+    ptr: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: int | str
+    writable: bool
+    owner: Any
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """First and one past the last byte that belong to the array (strides are never negative here)."""
+        if self.size == 0:
+            return self.ptr, self.ptr
+        item = item_size(self.dtype)
+        return self.ptr, self.ptr + item * (1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides)))
+
+    @property
+    def contiguous(self) -> bool:
+        return self.size == 0 or same_strides(self.shape, self.strides, contiguous_strides(self.shape))
+
+
+def item_size(dtype: str) -> int:
+    """Bytes of one element; 1 for kinds that no kernel takes."""
+    return {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}.get(dtype, 1)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(1, n)
+    return tuple(reversed(strides))
+
+
+def same_strides(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    return all(n == 1 or x == y for n, x, y in zip(shape, a, b))
+
+
+def torch_of(array: Any) -> Any:
+    """The torch module if `array` is a torch tensor, else None."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and isinstance(array, torch.Tensor) else None
+
+
+def known(array: Any, where: str, name: str) -> Any:
+    """`array` itself if the reference can compute on it and write to it, else a NumPy or CuPy array on its memory."""
+    from array_api_compat import is_array_api_obj
+
+    if is_array_api_obj(array):
+        return array
+    if hasattr(array, "__cuda_array_interface__"):
+        import cupy
+
+        return cupy.asarray(array)
+    if not hasattr(array, "__dlpack_device__"):
+        refuse(
+            where,
+            name,
+            "be an array with __dlpack__ or __cuda_array_interface__",
+            type(array).__name__,
+            kind=CafinTypeError,
+        )
+    kind = array.__dlpack_device__()[0]
+    if kind in _DLPACK_CPU:
+        import numpy
+
+        return numpy.from_dlpack(array)
+    if kind in _DLPACK_CUDA:
+        import cupy
+
+        return cupy.from_dlpack(array)
+    refuse(where, name, "lie in CPU or CUDA memory", f"DLPack device type {kind}")
+
+
+def view(array: Any, where: str = "view", name: str = "array") -> View:
+    """The `View` of an array. Copies nothing and does not synchronise.
+
+    Raises:
+        CafinTypeError: not an array, or one whose memory cannot be reached.
+    """
+    if torch_of(array) is not None:
+        return torch_view(array, where, name)
+    array = known(array, where, name)
+    device: int | str
+    if hasattr(array, "__cuda_array_interface__"):
+        interface, device = array.__cuda_array_interface__, _cuda_device(array)
+    elif hasattr(array, "__array_interface__"):
+        interface, device = array.__array_interface__, "cpu"
+    else:
+        refuse(
+            where,
+            name,
+            "be an array whose memory can be written in place",
+            type(array).__module__ + "." + type(array).__name__,
+            "the functions of cafin_cupy.reference return new arrays instead",
+            CafinTypeError,
+        )
+    shape = tuple(int(n) for n in interface["shape"])
+    dtype = _dtype_name(interface["typestr"], where, name)
+    item = item_size(dtype)
+    in_bytes = interface.get("strides") or tuple(item * step for step in contiguous_strides(shape))
+    in_elements = tuple(int(step) // item for step in in_bytes)
+    if any(s < 0 for s in in_elements):
+        refuse(where, name, "have no negative stride", f"strides {in_elements}", "pass a copy")
+    ptr, read_only = interface["data"]
+    return View(int(ptr), shape, in_elements, dtype, device, not read_only, array)
+
+
+def torch_view(tensor: Any, where: str, name: str) -> View:
+    """`view` of a torch tensor, which may require gradients."""
+    if tensor.layout is not torch_of(tensor).strided:
+        refuse(where, name, "be dense", f"layout {tensor.layout}", "call .to_dense()", CafinTypeError)
+    kind = tensor.device.type
+    if kind not in ("cpu", "cuda"):
+        refuse(where, name, "lie in CPU or CUDA memory", f"device {tensor.device}", kind=CafinTypeError)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    device = "cpu" if kind == "cpu" else tensor.device.index
+    return View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), dtype, device, True, tensor)
+
+
+def _dtype_name(typestr: str, where: str, name: str) -> str:
+    kinds = {"f": "float", "i": "int", "u": "uint", "c": "complex", "b": "bool"}
+    if typestr[0] == ">" or typestr[1] not in kinds:
+        refuse(where, name, "hold native-endian numbers", typestr, kind=CafinTypeError)
+    return kinds[typestr[1]] + ("" if typestr[1] == "b" else str(int(typestr[2:]) * 8))
+
+
+def _cuda_device(array: Any) -> int:
+    if hasattr(array, "__dlpack_device__"):
+        return int(array.__dlpack_device__()[1])
+    device = getattr(getattr(array, "device", None), "id", None)
+    if device is None:
+        import cupy
+
+        device = cupy.cuda.runtime.pointerGetAttributes(array.__cuda_array_interface__["data"][0]).device
+    return int(device)
+
+
+def current_stream(array: Any, device: int, stream: Any = None) -> int:
+    """Address of the stream to work on: `stream` if given, else the current one of the framework that owns `array`."""
+    if stream is not None:
+        for attribute in ("cuda_stream", "ptr"):  # torch's and CuPy's streams
+            if hasattr(stream, attribute):
+                return int(getattr(stream, attribute))
+        if isinstance(stream, int):
+            return stream
+        refuse("fused_step", "stream", "be a stream or its address", repr(stream), kind=CafinTypeError)
+    torch = torch_of(array)
+    if torch is not None:
+        return int(torch._C._cuda_getCurrentRawStream(device))
+    import cupy
+
+    return int(cupy.cuda.get_current_stream(device).ptr)
+
+
+def allocate(like: Any, size: int) -> tuple[Any, int]:
+    """(owner, address) of `size` bytes of device memory, from the allocator of the framework that owns `like`: it
+    frees in the order of its streams."""
+    torch = torch_of(like)
+    if torch is not None:
+        memory = torch.empty(size, dtype=torch.uint8, device=like.device)
+        return memory, memory.data_ptr()
+    import cupy
+
+    with cupy.cuda.Device(_cuda_device(like)):
+        memory = cupy.empty(size, dtype=cupy.uint8)
+    return memory, memory.data.ptr
+
+
+def copy_like(array: Any, like: Any = None) -> Any:
+    """A copy of `array` in the memory layout of `like` (contiguous without it), on the framework's current stream."""
+    torch = torch_of(array)
+    if torch is not None:
+        array = array.detach()
+        return array.contiguous() if like is None else torch.empty_like(like).copy_(array)
+    import cupy
+
+    array = cupy.asarray(array) if not isinstance(array, cupy.ndarray) else array
+    if like is None:
+        return cupy.ascontiguousarray(array)
+    copy = cupy.empty_like(cupy.asarray(like))
+    copy[...] = array
+    return copy
+
+
+def leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of nested lists, tuples and mappings, in order; anything else is a leaf."""
+    if isinstance(tree, Mapping):
+        for key in tree:
+            yield from leaves(tree[key], f"{path}[{key!r}]")
+    elif isinstance(tree, (list, tuple)):
+        for index, item in enumerate(tree):
+            yield from leaves(item, f"{path}[{index}]")
+    else:
+        yield path, tree
+
+
+def leaves_like(template: Any, tree: Any, where: str, path: str) -> Iterator[tuple[str, Any]]:
+    """(path, part) for the parts of `tree` that stand where `template` has its leaves.
+
+    Raises:
+        CafinValueError: the structures differ.
+    """
+    if isinstance(template, Mapping):
+        if not isinstance(tree, Mapping) or set(tree) != set(template):
+            refuse(where, path, f"have the keys {sorted(map(str, template))}", _structure(tree))
+        for key in template:
+            yield from leaves_like(template[key], tree[key], where, f"{path}[{key!r}]")
+    elif isinstance(template, (list, tuple)):
+        if not isinstance(tree, (list, tuple)) or len(tree) != len(template):
+            refuse(where, path, f"be a list of {len(template)}, one for each parameter", _structure(tree))
+        for index, (part, item) in enumerate(zip(template, tree)):
+            yield from leaves_like(part, item, where, f"{path}[{index}]")
+    else:
+        yield path, tree
+
+
+def _structure(tree: Any) -> str:
+    if isinstance(tree, Mapping):
+        return f"a mapping with the keys {sorted(map(str, tree))}"
+    if isinstance(tree, (list, tuple)):
+        return f"a {type(tree).__name__} of {len(tree)}"
+    return type(tree).__name__
+
+
+def refuse_overlap(where: str, named: list[tuple[str, View]]) -> None:
+    """Refuse arrays that share memory: their updates would run in no defined order."""
+    spans = sorted((str(v.device), *v.extent, name) for name, v in named if v.size)
+    for (device, _, end, name), (other_device, start, _, other) in zip(spans, spans[1:]):
+        if device == other_device and start < end:
+            refuse(
+                where, other, f"not share memory with `{name}`", "overlapping memory", "pass each array once, or a copy"
+            )

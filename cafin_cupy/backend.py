@@ -1,0 +1,69 @@
+"""Which backend runs: the kernels, or the reference."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+from .errors import BackendError, refuse
+from .runtime import DTYPES, cuda_problem, prepare
+
+VARIABLE = "CAFIN_BACKEND"
+BACKENDS = ("cuda", "reference")
+
+_warned: set[str] = set()
+
+
+def requested(backend: str | None, where: str) -> str | None:
+    """The backend that the caller or else the environment variable CAFIN_BACKEND asks for; None leaves the choice."""
+    name, value = ("backend", backend) if backend is not None else (VARIABLE, os.environ.get(VARIABLE) or None)
+    if value in (None, "auto"):
+        return None
+    if value not in BACKENDS:
+        refuse(where, name, 'be "cuda", "reference" or None', repr(value))
+    return value
+
+
+def choose(backend: str | None, device: int | str, dtypes: set[str], where: str) -> str:
+    """ "cuda" or "reference" for arrays of `dtypes` on `device` ("cpu" or the number of a CUDA device).
+
+    Raises:
+        BackendError: "cuda" is asked for and cannot run. Left to choose, the reference serves, with one warning.
+    """
+    asked = requested(backend, where)
+    if asked == "reference":
+        return "reference"
+    if device == "cpu":
+        if asked == "cuda":
+            refuse(
+                where,
+                "backend",
+                "be able to reach the arrays",
+                "'cuda' for arrays on the CPU",
+                "move them to a GPU",
+                BackendError,
+            )
+        return "reference"
+    problem = _problem(int(device), dtypes)
+    if problem is None:
+        return "cuda"
+    if asked == "cuda":
+        raise BackendError(f"{where}: `backend` must be able to run, got 'cuda', but {problem}")
+    if problem not in _warned:
+        _warned.add(problem)
+        warnings.warn(f"cafin_cupy: the reference backend runs on the GPU, slowly, because {problem}", stacklevel=3)
+    return "reference"
+
+
+def _problem(device: int, dtypes: set[str]) -> str | None:
+    unsupported = sorted(dtypes - set(DTYPES))
+    if unsupported:
+        return f"the kernels take {', '.join(DTYPES)} and these arrays are {', '.join(unsupported)}"
+    problem = cuda_problem()
+    if problem is not None:
+        return problem
+    try:
+        prepare(device)
+    except BackendError as error:
+        return str(error)
+    return None

@@ -1,0 +1,292 @@
+"""The factors by the kernels column_sums, fold and average.
+
+A call of `accumulate` is one launch: both column sums of a layer, added to partial sums that wait in a workspace.
+`update` is two launches for all layers: fold the partial sums, then average. The workspace belongs to the geometry of a
+layer's last call; when the geometry changes within a step, what waits is folded first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import table
+from .arrays import View, allocate, contiguous_strides, copy_like, current_stream, same_strides, view
+from .errors import refuse
+from .factors import Factors
+from .layers import Columns, Layer
+from .rule import Averaging
+from .runtime import Launch, prepare
+
+WARPS = 8  # rows that a block of column_sums reads at once
+ENOUGH_BLOCKS = 1056  # split long batches until a launch has so many; a constant, so results agree across GPUs
+LEAST_ROWS = 32  # per block, so that partial sums stay few
+FOLD_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """An array as column_sums reads it: `rows` at a distance of `stride`, each `segments * run` neighbouring columns.
+    `steps` leads from (channel, y, x) to a column, for images."""
+
+    rows: int
+    stride: int
+    segments: int
+    run: int
+    steps: tuple[int, int, int] = (0, 0, 0)
+
+
+def matrix(v: View, columns: Columns) -> Matrix | None:
+    """How to read `v` without a copy: contiguous samples at any distance, or channels_last images; None if neither."""
+    width = columns.segments * columns.run
+    lead = 0
+    while math.prod(v.shape[:lead]) != columns.rows or math.prod(v.shape[lead:]) != width:
+        lead += 1
+    inner = v.shape[lead:]
+    steps: Any = contiguous_strides(inner) if len(inner) == 3 else (0, 0, 0)
+    if same_strides(inner, v.strides[lead:], contiguous_strides(inner)):
+        stride = _row_stride(v.shape[:lead], v.strides[:lead], width)
+        return None if stride is None else Matrix(columns.rows, stride, columns.segments, columns.run, steps)
+    if lead != 1 or len(v.shape) != 4:
+        return None
+    channels, height, width_ = inner
+    last = (height * width_ * channels, 1, width_ * channels, channels)
+    if not same_strides(inner, v.strides[1:], last[1:]):
+        return None
+    if columns.run == 1:  # a convolution's input keeps its pixels, whatever their order
+        return Matrix(columns.rows, v.strides[0] if v.shape[0] > 1 else width, width, 1, last[1:])
+    if v.shape[0] > 1 and v.strides[0] != last[0]:
+        return None
+    return Matrix(columns.rows * columns.run, channels, channels, 1)
+
+
+def _row_stride(shape: tuple[int, ...], strides: tuple[int, ...], width: int) -> int | None:
+    """The one distance between rows of the leading axes, or None if they do not merge into one axis."""
+    axes = [(n, s) for n, s in zip(shape, strides) if n > 1]
+    if any(s != n_next * s_next for (_, s), (n_next, s_next) in zip(axes, axes[1:])):
+        return None
+    return axes[-1][1] if axes else width
+
+
+def split(rows: int, tiles: int) -> tuple[int, int]:
+    """(slices, rows of a slice): enough blocks to fill a GPU, none with too few rows."""
+    slices = max(1, min(-(-ENOUGH_BLOCKS // tiles), rows // LEAST_ROWS))
+    height = -(-rows // slices)
+    height = -(-height // WARPS) * WARPS
+    return -(-rows // height), height
+
+
+class _Half:
+    """One array of a layer: H's or S's share of a launch, its workspace and its raw sums."""
+
+    def __init__(self, layer: Layer, like: Any) -> None:
+        self.layer, self.like = layer, like
+        self.sums: Any = None
+        self.ptr = 0  # of the sums
+        self.units = 0  # length of the sums; groups * K for a grouped convolution's input
+        self.operand = np.zeros((), table.Operand)
+        self.job = np.zeros((), table.FoldJob)
+        self.blocks = 0
+
+    def plan(self, columns: Columns, laid: Matrix) -> None:
+        """Describe arrays of this geometry to the kernels, and provide the workspace."""
+        width = laid.segments * laid.run
+        tiles = -(-width // table.TILE)
+        slices, height = split(laid.rows, tiles)
+        parts = 1 if laid.run == 1 else (laid.run - 1) // table.TILE + 2
+        self._memory, ptr = allocate(self.like, 4 * slices * parts * laid.segments)
+        self.operand[...] = (
+            *(0, ptr, laid.rows, laid.stride, width, laid.run, height),
+            *(tiles, slices, parts, columns.power == 2, 0, laid.stride % 4 == 0, columns.scale, 0),
+        )
+        self.blocks = tiles * slices
+        job, image = self.job, columns.patches
+        job[...] = np.zeros((), table.FoldJob)
+        job["columns"], job["run"], job["slices"], job["parts"] = ptr, laid.run, slices, parts
+        job["outputs"] = laid.segments
+        if image is not None:
+            job["patches"], job["pixels"] = 1, width
+            job["outputs"] = image.groups * image.channels * math.prod(image.kernel)
+            job["channel_step"], job["row_step"], job["column_step"] = laid.steps
+            for name, (y, x) in (("stride", image.stride), ("padding", image.padding), ("dilation", image.dilation)):
+                job[f"{name}_y"], job[f"{name}_x"] = y, x
+            job["height"], job["width"] = image.image
+            job["out_height"], job["out_width"] = image.output
+            job["kernel_height"], job["kernel_width"] = image.kernel
+
+    def room(self, keep: bool) -> None:
+        """Raw sums for this geometry's results; with `keep`, behind those already there (a longer sequence)."""
+        outputs = int(self.job["outputs"])
+        if self.sums is None or outputs > self.sums.shape[0]:
+            xp = _namespace(self.like)
+            longer = xp.zeros((outputs,), dtype=xp.float32, device=self.like.device)
+            if keep:
+                longer[: self.units] = self.sums[: self.units]
+            self.sums = longer
+        elif keep and outputs > self.units:
+            self.sums[self.units : outputs] = 0.0
+        self.units = max(self.units, outputs) if keep else outputs
+        self.ptr = view(self.sums).ptr
+        self.job["sums"] = self.ptr
+
+
+def _namespace(array: Any) -> Any:
+    from array_api_compat import array_namespace
+
+    return array_namespace(array)
+
+
+class _Sums:
+    """Both halves of a layer, and how far its sums have come."""
+
+    def __init__(self, layer: Layer, like: Any) -> None:
+        self.layer = layer
+        self.halves = (_Half(layer, like), _Half(layer, like))
+        self.geometry: Any = None
+        self.laid: Any = None
+        self.unfolded = False  # partial sums wait in the workspace
+        self.folded = False  # earlier partial sums of this step are in `sums`
+        self.count = 0
+        self.version = 0  # changes with the geometry
+
+
+class CudaFactors(Factors):
+    """The factors on one CUDA device, float32."""
+
+    kernels = True
+
+    def __init__(self, layers: Sequence[Layer], averaging: Averaging, device: int) -> None:
+        prepare(device)
+        super().__init__(layers, averaging)
+        self.device = device
+        self._sums = [_Sums(layer, H) for layer, H in zip(self.layers, self.H_effective)]
+        self._column_sums = Launch("column_sums", "column_sums", device, table.ColumnSums, WARPS * 32)
+        self._fold = Launch("fold", "fold", device, table.Fold, FOLD_BLOCK)
+        self._average = Launch("average", "average", device, table.Average, 512)
+        if self.layers:
+            like, count = self.H[0], len(self.layers)
+            self._fold_table = table.DeviceTable(table.FoldJob, 2 * count, like)
+            self._average_table = table.DeviceTable(table.AverageJob, count, like)
+            self._pointers = [
+                [view(a[i]).ptr for a in (self.H, self.H_effective, self.S, self.S_effective)] for i in range(count)
+            ]
+        self._fold_key: Any = None
+        self._average_key: Any = None
+
+    @property
+    def pending(self) -> bool:
+        return any(sums.count for sums in self._sums)
+
+    def accumulate(self, index: int, h: Any, s: Any) -> None:
+        layer, sums = self.layers[index], self._sums[index]
+        h, s = self._checked(layer, "h", h), self._checked(layer, "s", s)
+        layer.check(h.shape, s.shape)
+        if h.size == 0 or s.size == 0:
+            return
+        geometry = (h.shape, h.strides, s.shape, s.strides)
+        stream = current_stream(h.owner, self.device)
+        if geometry != sums.geometry:
+            h, s = self._plan(sums, h, s, stream)
+        halves, operands = sums.halves, self._column_sums.args["operand"]
+        for place, (half, array) in enumerate(zip(halves, (h, s))):
+            operands[place] = half.operand
+            operands["x"][place] = array.ptr
+            operands["add"][place] = sums.unfolded
+            operands["vector"][place] &= array.ptr % 16 == 0
+        self._column_sums(halves[0].blocks + halves[1].blocks, stream)
+        sums.unfolded = True
+        sums.count += layer.count(h.shape, s.shape)
+
+    def _checked(self, layer: Layer, name: str, array: Any) -> View:
+        v = array if isinstance(array, View) else view(array, "accumulate", name)
+        if v.device != self.device or v.dtype != "float32":
+            rule, got = f"be float32 on cuda:{self.device}", f"{v.dtype} on {v.device}"
+            refuse("accumulate", f"{name} of {layer.label}", rule, got, "convert it, or use backend='reference'")
+        return v
+
+    def _plan(self, sums: _Sums, h: View, s: View, stream: int) -> tuple[View, View]:
+        """Prepare for a geometry that is not the last one's; arrays that cannot be read as they lie are copied."""
+        plans = sums.layer.columns(h.shape, s.shape)
+        laid = []
+        arrays = [h, s]
+        for place, columns in enumerate(plans):
+            how = matrix(arrays[place], columns)
+            if how is None:
+                arrays[place] = view(copy_like(arrays[place].owner))
+                how = matrix(arrays[place], columns)
+            assert how is not None  # contiguous by now
+            laid.append(how)
+        if (plans, *laid) != sums.laid:
+            if sums.unfolded:
+                self._fold_all(stream)
+            for half, columns, how in zip(sums.halves, plans, laid):
+                half.plan(columns, how)
+            sums.laid = (plans, *laid)
+            sums.version += 1
+        # Strided arrays are copied each time; the geometry is remembered only if they are read as they lie.
+        as_they_lie = arrays[0] is h and arrays[1] is s
+        sums.geometry = (h.shape, h.strides, s.shape, s.strides) if as_they_lie else None
+        return arrays[0], arrays[1]
+
+    def _fold_all(self, stream: int) -> None:
+        """Fold all partial sums that wait, in one launch."""
+        waiting = [sums for sums in self._sums if sums.unfolded]
+        for sums in waiting:
+            for half in sums.halves:
+                half.room(sums.folded)
+        key = [(id(sums), sums.version, sums.folded, sums.halves[0].units) for sums in waiting]
+        rows = self._fold_table.rows
+        if key != self._fold_key:
+            first = 0
+            for place, half in enumerate(half for sums in waiting for half in sums.halves):
+                half.job["first"] = first
+                half.job["add"] = waiting[place // 2].folded
+                rows[place] = half.job
+                first += int(half.job["outputs"])
+            self._fold_table.upload(stream)
+            self._fold_key, self._fold_outputs = key, first
+        self._fold.args[...] = (self._fold_table.ptr, self._fold_outputs, 2 * len(waiting))
+        self._fold(-(-self._fold_outputs * 32 // FOLD_BLOCK), stream)
+        for sums in waiting:
+            sums.unfolded, sums.folded = False, True
+
+    def update(self, grad_scale: float = 1.0) -> None:
+        seen = [index for index, sums in enumerate(self._sums) if sums.count]
+        if not seen:
+            return
+        stream = current_stream(self.H[0], self.device)
+        self._fold_all(stream)
+        key = [
+            (i, s.count, s.halves[0].ptr, s.halves[0].units, grad_scale) for i, s in enumerate(self._sums) if s.count
+        ]
+        if key != self._average_key:
+            for row, index in enumerate(seen):
+                self._average_table.rows[row] = self._average_job(index, grad_scale)
+            self._average_table.upload(stream)
+            self._average_key = key
+        rule = self.averaging
+        self._average.args[...] = (self._average_table.ptr, rule.keep, rule.add, rule.normalize == "after", 0)
+        self._average(len(seen), stream)
+        self.discard()
+
+    def _average_job(self, index: int, grad_scale: float) -> Any:
+        sums, layer = self._sums[index], self.layers[index]
+        H, H_effective, S, S_effective = self._pointers[index]
+        h, s = sums.halves
+        groups = getattr(layer, "groups", 1)
+        H_mean, S_mean = layer.mean(sums.count)
+        entry = layer.bias_entry(sums.count, h.units)
+        return (
+            (h.ptr, H, H_effective, h.units // groups, layer.H_size, groups, H_mean, entry or 0.0),
+            (s.ptr, S, S_effective, s.units, layer.S_size, 1, S_mean / grad_scale**2, 0.0),
+            layer.norm,
+            0,
+        )
+
+    def discard(self) -> None:
+        for sums in self._sums:
+            sums.count, sums.unfolded, sums.folded = 0, False, False

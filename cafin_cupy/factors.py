@@ -1,0 +1,136 @@
+"""The factors `H`, `S` of a model's layers: sums of a sampled step in, refreshed factors out.
+
+`Factors` holds the state and the rule; `ReferenceFactors` computes with array code on any device, `CudaFactors`
+(cuda_factors.py) with the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from array_api_compat import array_namespace, device
+
+from . import reference
+from .arrays import known
+from .errors import refuse
+from .layers import Layer
+from .rule import Averaging
+
+
+class Factors:
+    """Factors of `layers`, beside their weights.
+
+    Attributes:
+        layers: the descriptors, in the caller's order.
+        H, S: moving averages, `layers[i].H_size` and `layers[i].S_size` long. float32; float64 for float64 weights, and
+            where the rule normalises after averaging: the ones they start from would drown small moments in float32.
+        H_effective, S_effective: what enters the preconditioner: the same arrays, or their normalised form where the
+            rule normalises after averaging, in float32 (float64 for float64 weights).
+            All of them are refreshed in place, so views of them stay valid.
+        kernels: True where the CUDA kernels compute, which take float32 arrays.
+    """
+
+    kernels = False
+
+    def __init__(self, layers: Sequence[Layer], averaging: Averaging) -> None:
+        self.layers = list(layers)
+        self.averaging = averaging
+        self.H = [self._ones(layer, layer.H_size) for layer in self.layers]
+        self.S = [self._ones(layer, layer.S_size) for layer in self.layers]
+        if averaging.normalize == "before":
+            self.H_effective, self.S_effective = self.H, self.S
+        else:
+            self.H_effective = [self._effective(layer, H) for layer, H in zip(self.layers, self.H)]
+            self.S_effective = [self._effective(layer, S) for layer, S in zip(self.layers, self.S)]
+
+    def _ones(self, layer: Layer, size: int) -> Any:
+        weight = known(layer.weight, type(layer).__name__, "weight")
+        xp = array_namespace(weight)
+        dtype = xp.float64 if self.averaging.normalize == "after" else _precision(weight)
+        return xp.ones((size,), dtype=dtype, device=device(weight))
+
+    def _effective(self, layer: Layer, F: Any) -> Any:
+        dtype = _precision(known(layer.weight, type(layer).__name__, "weight"))
+        return array_namespace(F).astype(reference.effective(F, self.averaging), dtype)
+
+    def of_weight(self, index: int) -> tuple[Any, Any]:
+        """(H, S) of a layer's weight, seen as a (S, H) matrix: views."""
+        return self.H_effective[index][: self.layers[index].width], self.S_effective[index]
+
+    def of_bias(self, index: int) -> tuple[Any, Any]:
+        """(H, S) of a layer's bias: views."""
+        width = self.layers[index].width
+        return self.H_effective[index][width : width + 1], self.S_effective[index]
+
+    def load(self, index: int, H: Any, S: Any) -> None:
+        """Overwrite the factors of one layer in place, with arrays of the same framework and device."""
+        for mine, given in ((self.H[index], H), (self.S[index], S)):
+            mine[...] = array_namespace(mine).astype(given, mine.dtype)
+        if self.averaging.normalize == "after":
+            self.H_effective[index][...] = self._effective(self.layers[index], self.H[index])
+            self.S_effective[index][...] = self._effective(self.layers[index], self.S[index])
+
+    @property
+    def pending(self) -> bool:
+        """True if sums wait for `update`."""
+        raise NotImplementedError
+
+    def accumulate(self, index: int, h: Any, s: Any) -> None:
+        """Add a layer's input and output gradient to its sums; on the CUDA backend one launch, on the
+        current stream of the framework that owns the arrays.
+
+        Args:
+            index: the layer's place in `layers`.
+            h, s: see the descriptor for shapes; an empty batch adds nothing.
+        """
+        raise NotImplementedError
+
+    def update(self, grad_scale: float = 1.0) -> None:
+        """Refresh the factors of every layer that has sums, and forget the sums. `grad_scale`: factor on the loss."""
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """Forget the sums."""
+        raise NotImplementedError
+
+
+class ReferenceFactors(Factors):
+    """The factors by `cafin_cupy.reference`."""
+
+    def __init__(self, layers: Sequence[Layer], averaging: Averaging) -> None:
+        super().__init__(layers, averaging)
+        self._sums: list[reference.RawSums | None] = [None] * len(self.layers)
+
+    @property
+    def pending(self) -> bool:
+        return any(sums is not None for sums in self._sums)
+
+    def accumulate(self, index: int, h: Any, s: Any) -> None:
+        layer = self.layers[index]
+        h, s = known(h, "accumulate", "h"), known(s, "accumulate", "s")
+        layer.check(tuple(h.shape), tuple(s.shape))
+        for name, array in (("h", h), ("s", s)):
+            if device(array) != device(self.H[index]):
+                refuse("accumulate", f"{name} of {layer.label}", f"be on {device(self.H[index])}", device(array))
+        if 0 in h.shape or 0 in s.shape:
+            return
+        sums = reference.raw_sums(layer, h, s)
+        earlier = self._sums[index]
+        self._sums[index] = sums if earlier is None else reference.add_sums(earlier, sums)
+
+    def update(self, grad_scale: float = 1.0) -> None:
+        for index, (layer, sums) in enumerate(zip(self.layers, self._sums)):
+            if sums is not None:
+                raw = reference.raw_moments(layer, sums, grad_scale)
+                self.load(index, *reference.refresh(self.H[index], self.S[index], *raw, self.averaging))
+        self.discard()
+
+    def discard(self) -> None:
+        self._sums = [None] * len(self.layers)
+
+
+def _precision(weight: Any) -> Any:
+    """float64 for float64 weights, else float32."""
+    xp = array_namespace(weight)
+    return xp.float64 if weight.dtype == xp.float64 else xp.float32

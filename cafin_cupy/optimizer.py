@@ -1,0 +1,268 @@
+"""`AdaFisher` on raw arrays: owns momentum, factors and counters, for training loops of any framework's arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from array_api_compat import array_namespace
+
+from .arrays import View, current_stream, known, leaves, refuse_overlap, view
+from .backend import choose
+from .errors import CafinTypeError, refuse
+from .factors import Factors, ReferenceFactors
+from .layers import Layer
+from .rule import DEFAULT_GAMMA, Averaging, Hyper, at_least, whole
+from .update import (
+    CudaUpdate,
+    check_momenta,
+    gather,
+    layout,
+    like_params,
+    matching,
+    reference_update,
+    scalars,
+    writable,
+)
+
+
+def make_factors(layers: Sequence[Layer], averaging: Averaging, backend: str, device: int | str) -> Factors:
+    """The factors of `layers` by the chosen backend."""
+    if backend == "reference":
+        return ReferenceFactors(layers, averaging)
+    from .cuda_factors import CudaFactors
+
+    return CudaFactors(layers, averaging, int(device))
+
+
+def owners(layers: Sequence[Layer]) -> dict[int, tuple[int, str]]:
+    """id(array) -> (place of its layer, "weight" or "bias"). An array of several layers belongs to the first."""
+    found: dict[int, tuple[int, str]] = {}
+    for index, layer in enumerate(layers):
+        for role, array in (("weight", layer.weight), ("bias", layer.bias)):
+            if array is not None:
+                found.setdefault(id(array), (index, role))
+    return found
+
+
+class AdaFisher:
+    """AdaFisher for arrays that are updated in place: NumPy, CuPy, PyTorch, or anything that speaks DLPack.
+
+        opt = AdaFisher([w1, b1, w2, b2], layers=[fc1 := Linear(w1, b1), fc2 := Linear(w2, b2)])
+        ...
+        if opt.samples:
+            opt.accumulate(fc1, h1, s1)
+            opt.accumulate(fc2, h2, s2)
+        opt.step(grads)
+
+    Parameters are matched to layers by identity; parameters of no layer get F = 1. On the CUDA backend `step` is one
+    launch on the current stream, three on a sampled step.
+
+    Args:
+        params: arrays, or nested lists, tuples and mappings of arrays, on one device; on the CUDA backend float32,
+            contiguous or channels_last.
+        layers: descriptors holding some of the same arrays.
+        lr: learning rate, >= 0. May be changed between steps, as may the other scalars.
+        beta: decay of the momentum, in [0, 1).
+        Lambda: damping, > 0.
+        gamma: decay of the factors, in [0, 1]; its meaning depends on `averaging`.
+        TCov: a step is sampled if the number of completed steps is a multiple of it.
+        weight_decay: >= 0.
+        decoupled: False for AdaFisher, True for AdaFisherW.
+        averaging: "parity", "paper" or an `Averaging`.
+        backend: "cuda", "reference", or None to choose.
+
+    Attributes:
+        steps: completed steps.
+        momenta: one array per parameter, in order.
+        backend: "cuda" or "reference".
+
+    Raises:
+        CafinError: an argument is refused.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        layers: Sequence[Layer] = (),
+        *,
+        lr: float = 1e-3,
+        beta: float = 0.9,
+        Lambda: float = 1e-3,
+        gamma: float = DEFAULT_GAMMA,
+        TCov: int = 100,
+        weight_decay: float = 0.0,
+        decoupled: bool = False,
+        averaging: str | Averaging = "parity",
+        backend: str | None = None,
+    ) -> None:
+        where = "AdaFisher"
+        self.lr, self.beta, self.Lambda, self.weight_decay, self.decoupled = lr, beta, Lambda, weight_decay, decoupled
+        self._hyper(where)
+        self.TCov = whole(where, "TCov", TCov, 1)
+        self.averaging = Averaging.named(averaging, gamma)
+        self._params = params
+        self._named = list(leaves(params, "params"))
+        if not self._named:
+            refuse(where, "params", "hold at least one array", params)
+        self._p = [view(array, where, name) for name, array in self._named]
+        for (name, _), v in zip(self._named, self._p):
+            writable(where, name, v)
+            if v.device != self._p[0].device or v.dtype != self._p[0].dtype:
+                rule = f"be {self._p[0].dtype} on {self._p[0].device} as the first parameter"
+                refuse(where, name, rule, f"{v.dtype} on {v.device}", "use one optimizer for each")
+        refuse_overlap(where, [(name, v) for (name, _), v in zip(self._named, self._p)])
+        self._layers = self._checked_layers(layers)
+        self.backend = choose(backend, self._p[0].device, {v.dtype for v in self._p}, where)
+        self._arrays = [known(array, where, name) for name, array in self._named]
+        self.momenta = [array_namespace(a).zeros_like(a) for a in self._arrays]
+        self._m = [view(m) for m in self.momenta]
+        check_momenta(where, self._p, self._m)
+        self._factors = make_factors(self._layers, self.averaging, self.backend, self._p[0].device)
+        belongs = owners(self._layers)
+        self._pairs = [self._pair(belongs.get(id(array))) for _, array in self._named]
+        self._launch = self._launcher(where) if self.backend == "cuda" else None
+        self.steps = 0
+
+    def _checked_layers(self, layers: Sequence[Layer]) -> list[Layer]:
+        known_arrays = {id(array) for _, array in self._named}
+        names: set[str] = set()
+        for index, layer in enumerate(layers):
+            if not isinstance(layer, Layer):
+                refuse(
+                    "AdaFisher", f"layers[{index}]", "be a layer descriptor", type(layer).__name__, kind=CafinTypeError
+                )
+            if not {id(layer.weight), id(layer.bias)} & known_arrays:
+                mend = "pass the same array objects in both"
+                refuse("AdaFisher", f"layers[{index}]", "hold an array of `params`", layer.label, mend)
+            name = layer.name or str(index)
+            if name in names:
+                refuse("AdaFisher", f"layers[{index}].name", "be used once", repr(name))
+            names.add(name)
+        return list(layers)
+
+    def _pair(self, place: tuple[int, str] | None) -> tuple[Any, Any] | None:
+        if place is None:
+            return None
+        index, role = place
+        return self._factors.of_weight(index) if role == "weight" else self._factors.of_bias(index)
+
+    def _launcher(self, where: str) -> CudaUpdate:
+        pairs = [pair and (view(pair[0]), view(pair[1])) for pair in self._pairs]
+        layouts = [
+            layout(where, n, v, pair[0].size if pair else 0) for (n, _), v, pair in zip(self._named, self._p, pairs)
+        ]
+        pointers = [(pair[0].ptr, pair[1].ptr) if pair else (0, 0) for pair in pairs]
+        return CudaUpdate(layouts, pointers, self._arrays[0], int(self._p[0].device))
+
+    def _hyper(self, where: str) -> Hyper:
+        return Hyper.checked(where, self.lr, self.beta, self.Lambda, self.weight_decay, self.decoupled)
+
+    @property
+    def samples(self) -> bool:
+        """True if the next step refreshes the factors, and so wants `accumulate` for every layer before it."""
+        return self.steps % self.TCov == 0
+
+    def accumulate(self, layer: Layer, h: Any, s: Any) -> None:
+        """Add one forward/backward pair of a layer to the sums of the coming sampled step.
+
+        May be called several times a step: micro-batches and repeated calls of a layer add up. Outside sampled steps it
+        does nothing.
+
+        Args:
+            layer: one of the optimizer's descriptors.
+            h: the layer's input; `s`: gradient of the loss with respect to its output; shapes: see the descriptor.
+
+        Raises:
+            CafinError: `layer` is not the optimizer's, or an array does not fit it.
+        """
+        index = next((k for k, mine in enumerate(self._layers) if mine is layer), None)
+        if index is None:
+            label = layer.label if isinstance(layer, Layer) else repr(layer)
+            refuse("accumulate", "layer", "be one of the optimizer's layers", label, "list it in `layers=`")
+        if self.samples:
+            self._factors.accumulate(index, h, s)
+
+    def discard(self) -> None:
+        """Forget what `accumulate` has added, as for a batch that is skipped."""
+        self._factors.discard()
+
+    def step(self, grads: Any, *, grad_scale: float = 1.0) -> None:
+        """Update parameters and momenta in place, and the factors first if the step is sampled.
+
+        Args:
+            grads: gradients in the structure of `params`, one for each; strided ones are copied.
+            grad_scale: factor that the loss was multiplied by; divided out of gradients and factors.
+
+        Raises:
+            CafinError: an argument is refused; nothing has been changed then.
+        """
+        where = "step"
+        hyper = self._hyper(where)
+        scale = at_least(where, "grad_scale", grad_scale, 0.0, strict=True)
+        g = like_params(where, self._p, self._params, grads, "grads")
+        refuse_overlap(
+            where, [*self._spans("params", self._p), *self._spans("momenta", self._m), *self._spans("grads", g)]
+        )
+        if self.samples:
+            self._factors.update(scale)
+        t = self.steps + 1
+        if self._launch is None:
+            for p, grad, m, pair in zip(self._arrays, g, self.momenta, self._pairs):
+                reference_update(p, known(grad.owner, where, "grads"), m, pair, hyper, t, scale)
+        else:
+            held = [matching(a, b) for a, b in zip(g, self._p)]
+            sets, which = gather([scalars(hyper, t, scale)] * len(held))
+            stream = current_stream(self._p[0].owner, int(self._p[0].device))
+            self._launch([v.ptr for v in self._p], [v.ptr for v in held], [v.ptr for v in self._m], sets, which, stream)
+        self.steps = t
+
+    @staticmethod
+    def _spans(path: str, views: list[View]) -> list[tuple[str, View]]:
+        return [(f"{path}[{index}]", v) for index, v in enumerate(views)]
+
+    def factors(self) -> dict[str, tuple[Any, Any]]:
+        """{layer name (its place where it has none): (H, S)}: the moving averages themselves, not copies."""
+        names = (layer.name or str(index) for index, layer in enumerate(self._layers))
+        return dict(zip(names, zip(self._factors.H, self._factors.S)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """`steps`, `momenta`, and `H`, `S` in the order of `layers`: the arrays themselves, not copies."""
+        return {
+            "steps": self.steps,
+            "momenta": list(self.momenta),
+            "H": list(self._factors.H),
+            "S": list(self._factors.S),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copy a `state_dict` into this optimizer's arrays. `state` is not changed.
+
+        Raises:
+            CafinError: it does not fit; nothing has been changed then.
+        """
+        where = "load_state_dict"
+        mine = self.state_dict()
+        missing = sorted(set(mine) - set(state))
+        if missing:
+            refuse(where, "state", f"have the keys {sorted(mine)}", f"no {missing}")
+        steps = whole(where, "state['steps']", state["steps"], 0)
+        copies = []
+        for key in ("momenta", "H", "S"):
+            if len(state[key]) != len(mine[key]):
+                refuse(where, f"state[{key!r}]", f"hold {len(mine[key])} arrays", len(state[key]))
+            for index, (target, given) in enumerate(zip(mine[key], state[key])):
+                name = f"state[{key!r}][{index}]"
+                v = view(given, where, name)
+                if v.shape != tuple(target.shape) or v.device != self._p[0].device:
+                    rule = f"have shape {tuple(target.shape)} on {self._p[0].device}"
+                    refuse(where, name, rule, f"{v.shape} on {v.device}")
+                copies.append(known(given, where, name))
+        for target, given in zip(self.momenta, copies):
+            target[...] = given
+        count = len(self._layers)
+        rest = copies[len(self.momenta) :]
+        for index in range(count):
+            self._factors.load(index, rest[index], rest[count + index])
+        self._factors.discard()
+        self.steps = steps

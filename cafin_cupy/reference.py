@@ -1,0 +1,204 @@
+"""The whole rule in plain array code: the oracle of every kernel, and the optimizer where there is no GPU.
+
+Pure functions on whatever arrays they are given (NumPy, PyTorch, CuPy, JAX: anything that `array-api-compat` knows),
+without conversion and on the arrays' own device. Nothing is changed in place.
+
+One sampled step of one layer:
+
+    sums = add_sums(raw_sums(layer, h, s), ...)          # once per forward/backward pair
+    H_raw, S_raw = raw_moments(layer, sums)
+    H, S = refresh(H, S, H_raw, S_raw, rule)
+    p, m = update(p, g, m, effective(H, rule)[:-1], effective(S, rule), ...)
+
+Source of the formulas: AdaFisher (Gomes et al., arXiv 2405.16397), as its public implementation computes them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace, device
+
+from .errors import CafinTypeError, refuse
+from .layers import Columns, Layer, Patches
+from .rule import Averaging, Hyper
+
+EPSILON = 1e-6  # of the min-max normalisation; gradients are small, so it matters: never rescale a moment before it
+
+
+class RawSums(NamedTuple):
+    """What one sampled step has seen of a layer; additive over micro-batches, repeated calls and ranks.
+
+    Attributes:
+        H: sums of the input: squares for Linear (d_in,) and Conv2d (K,), plain sums for norm layers (units,).
+        S: sums of the output gradient: squares, or plain sums for norm layers; (S_size,).
+        n: rows, samples, or batch times output positions: what the sums will be divided by.
+    """
+
+    H: Any
+    S: Any
+    n: int
+
+
+def raw_sums(layer: Layer, h: Any, s: Any) -> RawSums:
+    """Sums of one forward/backward pair.
+
+    Args:
+        layer: the layer's descriptor.
+        h: the layer's input; see the descriptor for shapes. Half types are summed in float32.
+        s: gradient of the loss with respect to the layer's output, on the same device.
+
+    Raises:
+        CafinError: the shapes are not this layer's.
+    """
+    layer.check(tuple(h.shape), tuple(s.shape), "raw_sums")
+    H, S = layer.columns(tuple(h.shape), tuple(s.shape))
+    return RawSums(_column_sums(h, H), _column_sums(s, S), layer.count(tuple(h.shape), tuple(s.shape)))
+
+
+def add_sums(a: RawSums, b: RawSums) -> RawSums:
+    """The sums of two calls. A LayerNorm's `H` grows to the longer sequence; the other lengths always agree."""
+    H, other = (a.H, b.H) if a.H.shape[0] >= b.H.shape[0] else (b.H, a.H)
+    xp = array_namespace(H)
+    missing = H.shape[0] - other.shape[0]
+    if missing:
+        other = xp.concat([other, xp.zeros((missing,), dtype=H.dtype, device=device(H))])
+    return RawSums(H + other, a.S + b.S, a.n + b.n)
+
+
+def raw_moments(layer: Layer, sums: RawSums, grad_scale: float = 1.0) -> tuple[Any, Any]:
+    """Raw moments (H, S) of a sampled step, lengths (layer.H_size, layer.S_size).
+
+    `grad_scale` is the factor that the loss was multiplied by; `S` is quadratic in it and is divided by its square.
+    """
+    if sums.n < 1:
+        refuse("raw_moments", "sums", "hold at least one row", sums.n)
+    xp = array_namespace(sums.H)
+    H_mean, S_mean = layer.mean(sums.n)
+    H, S = sums.H, sums.S
+    if layer.norm:
+        H, S = xp.reshape(xp.sum(H * H), (1,)), S * S
+    H, S = H * H_mean, S * (S_mean / grad_scale**2)
+    entry = layer.bias_entry(sums.n, sums.H.shape[0])
+    if entry is not None:
+        H = xp.concat([H, xp.full((1,), entry, dtype=H.dtype, device=device(H))])
+    return H, S
+
+
+def clean(x: Any) -> Any:
+    """`+inf -> 1`, `-inf -> 0`; NaN stays."""
+    xp = array_namespace(x)
+    x = xp.where(x == math.inf, xp.ones_like(x), x)
+    return xp.where(x == -math.inf, xp.zeros_like(x), x)
+
+
+def normalize(x: Any) -> Any:
+    """Min-max normalisation `(x - min x) / (max x - min x + 1e-6)` of `clean(x)`."""
+    xp = array_namespace(x)
+    if x.shape[0] == 0:
+        return x
+    x = clean(x)
+    low = xp.min(x)
+    return (x - low) / (xp.max(x) - low + EPSILON)
+
+
+def average(F: Any, raw: Any, averaging: Averaging) -> Any:
+    """The factor after one sampled step: `keep * F + add * x`."""
+    xp = array_namespace(F)
+    x = normalize(raw) if averaging.normalize == "before" else clean(raw)
+    return averaging.keep * F + averaging.add * xp.astype(x, F.dtype)
+
+
+def refresh(H: Any, S: Any, H_raw: Any, S_raw: Any, averaging: Averaging) -> tuple[Any, Any]:
+    """Both factors of a layer after one sampled step; as they were if either raw moment holds a NaN, which an average
+    would never forget."""
+    xp = array_namespace(H)
+    broken = xp.any(xp.isnan(H_raw)) | xp.any(xp.isnan(S_raw))
+    return xp.where(broken, H, average(H, H_raw, averaging)), xp.where(broken, S, average(S, S_raw, averaging))
+
+
+def effective(F: Any, averaging: Averaging) -> Any:
+    """The factor as it enters the preconditioner: `F`, or `normalize(F)` where the rule normalises afterwards."""
+    return F if averaging.normalize == "before" else normalize(F)
+
+
+def preconditioner(H: Any, S: Any, Lambda: float) -> Any:
+    """`S[r] * H[c] + Lambda` as a matrix (len(S), len(H)). The kernels never form it."""
+    return S[:, None] * H[None, :] + Lambda
+
+
+def update(
+    p: Any,
+    g: Any,
+    m: Any,
+    H: Any = None,
+    S: Any = None,
+    *,
+    lr: float,
+    beta: float = 0.9,
+    Lambda: float = 1e-3,
+    weight_decay: float = 0.0,
+    decoupled: bool = False,
+    step: int = 1,
+) -> tuple[Any, Any]:
+    """One update of one parameter: new parameter and new momentum.
+
+        AdaFisher:   g <- g + wd p;  m <- beta m + (1 - beta) g;  p <- p - lr / (1 - beta^step) m / F
+        AdaFisherW:                  m <- beta m + (1 - beta) g;  p <- p - lr (m / (1 - beta^step) / F + wd p)
+
+    Args:
+        p, g, m: parameter, gradient and momentum of one shape.
+        H, S: factors with `len(S) * len(H) == p.size`; both None means F = 1.
+        decoupled: False for AdaFisher, True for AdaFisherW.
+        step: 1-based count of this parameter's updates.
+    """
+    xp = array_namespace(p)
+    hyper = Hyper.checked("update", lr, beta, Lambda, weight_decay, decoupled)
+    if not hyper.decoupled:
+        g = g + hyper.weight_decay * p
+    m = hyper.beta * m + (1.0 - hyper.beta) * xp.astype(g, m.dtype)
+    direction = (hyper.lr / (1.0 - hyper.beta**step)) * m
+    if H is not None:
+        direction = direction / xp.reshape(preconditioner(H, S, hyper.Lambda), tuple(p.shape))
+    if hyper.decoupled:
+        direction = direction + (hyper.lr * hyper.weight_decay) * p
+    return xp.astype(p - direction, p.dtype), m
+
+
+def _column_sums(x: Any, columns: Columns) -> Any:
+    xp = array_namespace(x)
+    if not xp.isdtype(x.dtype, "real floating"):
+        refuse("raw_sums", "h, s", "be real floating-point arrays", x.dtype, kind=CafinTypeError)
+    if xp.finfo(x.dtype).bits < 32:
+        x = xp.astype(x, xp.float32)
+    if columns.patches is not None:
+        return _fold(xp, xp.sum(x * x, axis=0), columns.patches)
+    if columns.power == 2:
+        x = x * x
+    x = xp.reshape(x, (columns.rows, columns.segments, columns.run))
+    return xp.sum(x, axis=(0, 2)) * columns.scale
+
+
+def _fold(xp: Any, pixels: Any, geometry: Patches) -> Any:
+    """Fold pixel sums (C_in, H, W) into kernel taps, order (c, i, j): which pixels meet tap (i, j) depends on their
+    position alone, so no patch is ever made."""
+    taps = []
+    for i in range(geometry.kernel[0]):
+        rows = _seen(geometry, 0, i)
+        for j in range(geometry.kernel[1]):
+            taps.append(xp.sum(pixels[:, rows, _seen(geometry, 1, j)], axis=(1, 2)))
+    per_channel = xp.stack(taps, axis=1)  # (C_in, kh * kw)
+    per_group = xp.reshape(per_channel, (geometry.groups, geometry.channels, len(taps)))
+    return xp.reshape(xp.sum(per_group, axis=0), (-1,))
+
+
+def _seen(geometry: Patches, axis: int, tap: int) -> slice:
+    """The rows (axis 0) or columns (axis 1) of the image that meet tap number `tap` of the kernel."""
+    stride, size = geometry.stride[axis], geometry.image[axis]
+    start = tap * geometry.dilation[axis] - geometry.padding[axis]  # seen by output 0, perhaps outside the image
+    first = max(0, -(start // stride))  # first output inside: start + first * stride >= 0
+    last = min(geometry.output[axis] - 1, (size - 1 - start) // stride)
+    if last < first:
+        return slice(0, 0)
+    return slice(start + first * stride, start + last * stride + 1, stride)

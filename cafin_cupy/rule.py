@@ -1,0 +1,128 @@
+"""Hyperparameters: the two averaging rules of the factors, and the scalars of the update."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+
+from .errors import CafinTypeError, refuse
+
+DEFAULT_GAMMA = 0.8
+RULES = ("parity", "paper")
+
+
+def number(where: str, name: str, value: object) -> float:
+    """`value` as a float, or a `CafinError`: finite, real, and no array of more than one element."""
+    if isinstance(value, bool) or not (isinstance(value, numbers.Real) or hasattr(value, "__float__")):
+        refuse(where, name, "be a number", repr(value), kind=CafinTypeError)
+    try:
+        result = float(value)
+    except (TypeError, ValueError):
+        refuse(where, name, "be a single number", repr(value), kind=CafinTypeError)
+    if not math.isfinite(result):
+        refuse(where, name, "be finite", result)
+    return result
+
+
+def at_least(where: str, name: str, value: object, bound: float, *, strict: bool = False, mend: str = "") -> float:
+    """`value` as a float that is >= `bound` (> with `strict`)."""
+    result = number(where, name, value)
+    if result < bound or (strict and result == bound):
+        refuse(where, name, f"be {'>' if strict else '>='} {bound:g}", f"{result:g}", mend)
+    return result
+
+
+def whole(where: str, name: str, value: object, bound: int) -> int:
+    """`value` as an int >= `bound`; 3.0 counts as 3, 3.5 is refused."""
+    result = number(where, name, value)
+    if result != int(result) or result < bound:
+        refuse(where, name, f"be a whole number >= {bound}", f"{result:g}")
+    return int(result)
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """How a factor follows its raw moments: `F <- keep * F + add * x`, from ones.
+
+    Attributes:
+        keep: weight of the old factor, in [0, 1].
+        add: weight of the new moment, >= 0.
+        normalize: "before" averages min-max normalised moments, and F enters the preconditioner as it is;
+            "after" averages the moments themselves, and F is min-max normalised when the preconditioner is formed.
+    """
+
+    keep: float
+    add: float
+    normalize: str = "before"
+
+    def __post_init__(self) -> None:
+        keep = at_least("Averaging", "keep", self.keep, 0.0)
+        if keep > 1.0:
+            refuse("Averaging", "keep", "lie in [0, 1]", keep)
+        object.__setattr__(self, "keep", keep)
+        object.__setattr__(self, "add", at_least("Averaging", "add", self.add, 0.0))
+        if self.normalize not in ("before", "after"):
+            refuse("Averaging", "normalize", 'be "before" or "after"', repr(self.normalize))
+
+    @classmethod
+    def parity(cls, gamma: float = DEFAULT_GAMMA) -> Averaging:
+        """The public implementation's rule: `F <- 0.1 gamma F + 0.01 gamma x`, x normalised before."""
+        gamma = _gamma(gamma)
+        return cls(0.1 * gamma, 0.01 * gamma, "before")
+
+    @classmethod
+    def paper(cls, gamma: float = DEFAULT_GAMMA) -> Averaging:
+        """The paper's rule (arXiv 2405.16397, Eq. 3-4): `F <- gamma F + (1 - gamma) x`, normalised after."""
+        gamma = _gamma(gamma)
+        return cls(gamma, 1.0 - gamma, "after")
+
+    @classmethod
+    def named(cls, rule: str | Averaging, gamma: float) -> Averaging:
+        """The rule that an optimizer's `averaging=` argument names: "parity", "paper", or an `Averaging` as it is."""
+        if isinstance(rule, Averaging):
+            return rule
+        if rule not in RULES:
+            refuse("AdaFisher", "averaging", 'be "parity", "paper" or an Averaging', repr(rule))
+        return cls.parity(gamma) if rule == "parity" else cls.paper(gamma)
+
+
+def _gamma(gamma: object) -> float:
+    value = number("Averaging", "gamma", gamma)
+    if not 0.0 <= value <= 1.0:
+        refuse("Averaging", "gamma", "lie in [0, 1]", value)
+    return value
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """The scalars of one update, checked. Two parameters with equal scalars and equal step share a `Hyper`.
+
+    Attributes:
+        lr: learning rate, >= 0.
+        beta: decay of the momentum, in [0, 1).
+        Lambda: damping added to `S[r] * H[c]`, > 0.
+        weight_decay: >= 0.
+        decoupled: False adds `weight_decay * p` to the gradient (AdaFisher), True shrinks `p` apart (AdaFisherW).
+    """
+
+    lr: float
+    beta: float
+    Lambda: float
+    weight_decay: float
+    decoupled: bool
+
+    @classmethod
+    def checked(
+        cls, where: str, lr: object, beta: object, Lambda: object, weight_decay: object, decoupled: bool
+    ) -> Hyper:
+        b = number(where, "beta", beta)
+        if not 0.0 <= b < 1.0:
+            refuse(where, "beta", "lie in [0, 1)", b)
+        return cls(
+            at_least(where, "lr", lr, 0.0),
+            b,
+            at_least(where, "Lambda", Lambda, 0.0, strict=True, mend="it keeps the preconditioner above 0"),
+            at_least(where, "weight_decay", weight_decay, 0.0),
+            bool(decoupled),
+        )

@@ -1,0 +1,163 @@
+"""Compiling and launching: CUDA C sources to functions of the device in use.
+
+Sources are compiled by NVRTC through `cupy.RawModule` on first use, for the device at hand; CuPy caches the result on
+disk. Local includes are pasted in, because CuPy's cache does not see the content of included files; `#line` keeps the
+compiler's messages pointing at the repository's files. No CUDA header is included, so none must be installed.
+
+CuPy compiles with `-ftz=true`: float32 denormals count as 0 on the GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import table
+from .errors import BackendError
+
+KERNELS: dict[str, tuple[str, ...]] = {
+    "column_sums": ("column_sums",),
+    "fold": ("fold",),
+    "average": ("average",),
+    "update": ("update",),
+}
+DTYPES = {"float32": ("float", "float")}  # element type T, arithmetic type A
+
+_INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
+
+
+def _read(file: str) -> str:
+    checkout = Path(__file__).resolve().parent.parent / "kernels" / file
+    if checkout.is_file():
+        return checkout.read_text(encoding="utf-8")
+    return resources.files("cafin_cupy.kernels").joinpath(file).read_text(encoding="utf-8")
+
+
+@cache
+def source(stem: str) -> str:
+    """The CUDA C of `kernels/<stem>.cu` with its local includes pasted in."""
+    file = f"{stem}.cu"
+    text = _read(file)
+    for include in _INCLUDE.finditer(text):
+        line = text.count("\n", 0, include.start()) + 2
+        pasted = f'#line 1 "kernels/{include[1]}"\n{_read(include[1])}\n#line {line} "kernels/{file}"'
+        text = text.replace(include[0], pasted)
+    return f'#line 1 "kernels/{file}"\n{text}'
+
+
+def options(dtype: str = "float32") -> tuple[str, ...]:
+    """Compiler options of every kernel for tensors of `dtype`."""
+    element, arithmetic = DTYPES[dtype]
+    sizes = tuple(f"-DSIZEOF_{name}={struct.itemsize}" for name, struct in table.STRUCTS.items())
+    return ("--std=c++17", f"-DELEMENT={element}", f"-DARITHMETIC={arithmetic}", f"-DCHUNK={table.CHUNK}", *sizes)
+
+
+def compile_cubin(stem: str, arch: str, dtype: str = "float32") -> bytes:
+    """Machine code of one source for `arch` ("sm_90"), by NVRTC alone: needs no GPU.
+
+    Raises:
+        BackendError: the source does not compile; the message is the compiler's log.
+    """
+    from cupy.cuda import nvrtc
+
+    program = nvrtc.createProgram(source(stem), f"{stem}.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (*options(dtype), f"-arch={arch}", "-ftz=true"))
+        return bytes(nvrtc.getCUBIN(program))
+    except nvrtc.NVRTCError as error:
+        raise BackendError(f"compile_cubin: {stem}.cu for {arch}: {error}\n{nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+_functions: dict[tuple[str, str, int, str], Any] = {}
+
+
+def function(stem: str, name: str, device: int, dtype: str = "float32") -> Any:
+    """The kernel `name` of `kernels/<stem>.cu` on a device, compiled on first use; its address is `.ptr`.
+
+    Raises:
+        BackendError: it does not compile or load there.
+    """
+    key = (stem, name, device, dtype)
+    if key not in _functions:
+        import cupy
+
+        try:
+            with cupy.cuda.Device(device):
+                module = cupy.RawModule(code=source(stem), options=options(dtype))
+                _functions[key] = module.get_function(name).kernel
+        except Exception as error:  # NVRTC, the driver, the cache folder: all of them end here, named
+            raise BackendError(
+                f"function: kernel `{name}` must compile for cuda:{device}, got {type(error).__name__}: {error}; "
+                "`python -m cafin_cupy doctor` tells what is missing"
+            ) from error
+    return _functions[key]
+
+
+def prepare(device: int, dtype: str = "float32") -> None:
+    """Compile every kernel for a device, so that a failure shows before anything has changed."""
+    for stem, names in KERNELS.items():
+        for name in names:
+            function(stem, name, device, dtype)
+
+
+@cache
+def _cuda_works() -> bool:
+    import cupy
+
+    cupy.cuda.runtime.getDeviceCount()
+    cupy.cuda.nvrtc.getVersion()
+    return True
+
+
+def cuda_problem() -> str | None:
+    """Why the CUDA backend cannot run here, with the mend; None if it can."""
+    try:
+        _cuda_works()
+    except ImportError as error:
+        return f"CuPy cannot be imported ({error}); install the extra cafin-cupy[cuda12] or cafin-cupy[cuda13]"
+    except Exception as error:  # CuPy raises its own kinds for a missing driver, device or NVRTC
+        text = str(error).strip().splitlines() or [""]
+        if "nvrtc" in str(error).lower():
+            return f"NVRTC cannot be loaded ({text[0]}); install nvidia-cuda-nvrtc-cu12 or nvidia-cuda-nvrtc"
+        return f"no usable NVIDIA GPU ({text[0]}); check the driver with nvidia-smi"
+    return None
+
+
+class Launch:
+    """A kernel with its argument struct: filled in place, launched without any conversion.
+
+    CUDA copies the arguments during the launch, so one struct serves every launch.
+    """
+
+    def __init__(self, stem: str, name: str, device: int, struct: np.dtype[np.void], block: int) -> None:
+        from cupy.cuda import driver, runtime
+
+        self.args = np.zeros((), dtype=struct)
+        self.block = block
+        self._device = device
+        self._function = function(stem, name, device)
+        self._launch = driver.launchKernel
+        self._get_device, self._set_device = runtime.getDevice, runtime.setDevice
+        self._pointers = (ctypes.c_void_p * 1)(self.args.ctypes.data)
+        self._parameters = ctypes.addressof(self._pointers)
+
+    def __call__(self, grid: int, stream: int) -> None:
+        """Launch `grid` blocks on `stream`; nothing for 0 blocks. The caller's current device stays current."""
+        if grid < 1:
+            return
+        current = self._get_device()
+        if current != self._device:
+            self._set_device(self._device)
+        try:
+            self._launch(self._function.ptr, grid, 1, 1, self.block, 1, 1, 0, stream, self._parameters, 0)
+        finally:
+            if current != self._device:
+                self._set_device(current)

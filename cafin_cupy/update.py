@@ -1,0 +1,331 @@
+"""The update of all parameters: one launch on the GPU, a loop over `reference.update` elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from . import reference, table
+from .arrays import (
+    View,
+    copy_like,
+    current_stream,
+    known,
+    leaves,
+    leaves_like,
+    refuse_overlap,
+    same_strides,
+    view,
+)
+from .backend import choose
+from .errors import CafinTypeError, refuse
+from .rule import Hyper, whole
+from .runtime import Launch, prepare
+
+BLOCK = 256
+
+
+class Layout(NamedTuple):
+    """What the update needs to know of a parameter beside its address.
+
+    Attributes:
+        size: number of elements.
+        columns: length of `H`; 0 without factors.
+        channels, taps: above 0 for weights in channels_last memory, whose `H` is ordered (channel, tap).
+    """
+
+    size: int
+    columns: int
+    channels: int
+    taps: int
+
+
+def layout(where: str, name: str, p: View, columns: int) -> Layout:
+    """The `Layout` of a parameter, contiguous or channels_last; anything else is refused."""
+    if p.contiguous:
+        return Layout(p.size, columns, 0, 0)
+    if len(p.shape) == 4:
+        _, c, height, width = p.shape
+        if same_strides(p.shape, p.strides, (c * height * width, 1, width * c, c)):
+            return Layout(p.size, columns, c, height * width)
+    refuse(
+        where, name, "be contiguous or channels_last", f"shape {p.shape} with strides {p.strides}", "pass .contiguous()"
+    )
+
+
+class CudaUpdate:
+    """One launch for a fixed list of parameters; pointers and scalars may change with every call.
+
+    The table of parameters on the device is refreshed by one asynchronous copy, only if a pointer or a parameter's
+    choice of scalars has changed. Nothing is allocated and nothing waits.
+    """
+
+    def __init__(self, layouts: Sequence[Layout], factors: Sequence[tuple[int, int]], like: Any, device: int) -> None:
+        """`factors`: addresses of each parameter's (H, S), (0, 0) without; `like`: an array of the same framework."""
+        prepare(device)
+        self._launch = Launch("update", "update", device, table.Update, BLOCK)
+        self._table = table.DeviceTable(table.Parameter, len(layouts), like)
+        for row, layout, (H, S) in zip(self._table.rows, layouts, factors):
+            row["H"], row["S"], row["size"], row["columns"] = H, S, layout.size, layout.columns
+            row["channels"], row["taps"] = layout.channels, layout.taps
+        chunks = [-(-layout.size // table.CHUNK) for layout in layouts]
+        self._blocks = sum(chunks)
+        self._chunks = table.DeviceTable(table.Chunk, self._blocks, like)
+        firsts = np.cumsum([0, *chunks[:-1]])
+        self._chunks.rows["parameter"] = np.repeat(np.arange(len(chunks)), chunks)
+        self._chunks.rows["number"] = np.arange(self._blocks) - np.repeat(firsts, chunks)
+        self._uploaded = False
+        self._last: tuple[Any, ...] = ()
+        self._launch.args["parameters"], self._launch.args["chunks"] = self._table.ptr, self._chunks.ptr
+
+    def __call__(
+        self,
+        p: list[int],
+        g: list[int],
+        m: list[int],
+        scalars: Sequence[tuple[float, ...]],
+        which: list[int],
+        stream: int,
+    ) -> None:
+        """Update all parameters on `stream`.
+
+        Args:
+            p, g, m: addresses; a gradient of 0 leaves its parameter alone.
+            scalars: the sets of scalars in use (see `scalars`), and
+            which: the index of each parameter's set.
+        """
+        if not self._uploaded:
+            self._chunks.upload(stream)
+            self._uploaded = True
+        if len(scalars) > table.HYPERS:  # more sets than a launch has room for: several launches
+            for first in range(0, len(scalars), table.HYPERS):
+                part = range(first, min(first + table.HYPERS, len(scalars)))
+                shown = [address if w in part else 0 for address, w in zip(g, which)]
+                self(p, shown, m, [scalars[k] for k in part], [w - first if w in part else 0 for w in which], stream)
+            return
+        if (p, g, m, which) != self._last:
+            rows = self._table.rows
+            for name, addresses in (("p", p), ("g", g), ("m", m)):
+                rows[name] = addresses
+            rows["hyper"] = which
+            rows["vector"] = (rows["p"] | rows["g"] | rows["m"]) % 16 == 0
+            self._table.upload(stream)
+            self._last = (p, g, m, which)
+        self._launch.args["hypers"][: len(scalars)] = scalars
+        self._launch(self._blocks, stream)
+
+
+def scalars(hyper: Hyper, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
+    """What the kernel needs of the hyperparameters at a parameter's `step`, computed in float64."""
+    return (
+        hyper.lr / (1.0 - hyper.beta**step),
+        hyper.lr * hyper.weight_decay if hyper.decoupled else 0.0,
+        0.0 if hyper.decoupled else hyper.weight_decay,
+        hyper.beta,
+        1.0 - hyper.beta,
+        hyper.Lambda,
+        1.0 / grad_scale,
+        0,
+    )
+
+
+Kind = TypeVar("Kind", bound=Hashable)
+
+
+def gather(kinds: Sequence[Kind]) -> tuple[list[Kind], list[int]]:
+    """(the different kinds in order of appearance, which of them each item is)."""
+    places: dict[Kind, int] = {}
+    which = [places.setdefault(kind, len(places)) for kind in kinds]
+    return list(places), which
+
+
+def reference_update(
+    p: Any, g: Any, m: Any, factors: tuple[Any, Any] | None, hyper: Hyper, step: int, grad_scale: float = 1.0
+) -> None:
+    """`reference.update` written back in place, on any device."""
+    H, S = factors or (None, None)
+    if grad_scale != 1.0:
+        g = g / grad_scale
+    p[...], m[...] = reference.update(
+        p,
+        g,
+        m,
+        H,
+        S,
+        lr=hyper.lr,
+        beta=hyper.beta,
+        Lambda=hyper.Lambda,
+        weight_decay=hyper.weight_decay,
+        decoupled=hyper.decoupled,
+        step=step,
+    )
+
+
+def fused_step(
+    params: Any,
+    grads: Any,
+    momenta: Any,
+    factors: Any = None,
+    *,
+    lr: float,
+    beta: float = 0.9,
+    Lambda: float = 1e-3,
+    weight_decay: float = 0.0,
+    decoupled: bool = False,
+    step: int | Sequence[int] = 1,
+    backend: str | None = None,
+    stream: Any = None,
+) -> None:
+    """One AdaFisher update of all parameters, in place, in one kernel launch.
+
+        m <- beta m + (1 - beta) g;   p <- p - lr / (1 - beta^step) m / (outer(S, H) + Lambda)
+
+    with `g + weight_decay p` for `g`, or with `decoupled` the decay `lr weight_decay p` apart (see
+    `reference.update`). Holds no state: for one that owns momentum, factors and counters see `AdaFisher`.
+
+    Args:
+        params: arrays, or nested lists, tuples and mappings of arrays: anything with `__dlpack__` or
+            `__cuda_array_interface__`, all on one device. Changed in place. On the CUDA backend float32, contiguous or
+            channels_last; on the reference backend any floating dtype and strides.
+        grads: same structure, shapes and dtypes. Strided gradients are copied first.
+        momenta: same structure and shapes, and the parameters' strides. Changed in place.
+        factors: None, or the same structure with None or a pair (H, S) for each parameter, where
+            `len(S) * len(H)` is the parameter's size: it is seen as a (S, H) matrix in row-major order.
+        lr, beta, Lambda, weight_decay, decoupled: see `Hyper`.
+        step: 1-based number of the update, one for all or a list with one for each parameter.
+        backend: "cuda", "reference", or None to choose.
+        stream: CUDA stream or its address; the current stream of the framework that owns the first parameter if None.
+
+    Raises:
+        CafinError: an argument is refused; nothing has been changed then.
+    """
+    where = "fused_step"
+    hyper = Hyper.checked(where, lr, beta, Lambda, weight_decay, decoupled)
+    named = list(leaves(params, "params"))
+    if not named:
+        return
+    p = [view(array, where, name) for name, array in named]
+    g = like_params(where, p, params, grads, "grads")
+    m = like_params(where, p, params, momenta, "momenta")
+    pairs = _factors_like(where, p, params, factors)
+    steps = _steps(where, step, len(p))
+    for name, v in zip((name for name, _ in named), p):
+        writable(where, name, v)
+    check_momenta(where, p, m)
+    refuse_overlap(where, [(name, v) for (name, _), v in zip(named, p)] + [*_named("momenta", m), *_named("grads", g)])
+
+    if choose(backend, p[0].device, {v.dtype for v in p}, where) == "reference":
+        for array, grad, momentum, pair, t in zip(p, g, m, pairs, steps):
+            owners = [known(a.owner, where, "params") for a in (array, grad, momentum)]
+            given = pair and (known(pair[0].owner, where, "H"), known(pair[1].owner, where, "S"))
+            reference_update(owners[0], owners[1], owners[2], given, hyper, t)
+        return
+    device = p[0].device
+    assert isinstance(device, int)
+    address = current_stream(p[0].owner, device, stream)
+    columns = [pair[0].size if pair else 0 for pair in pairs]
+    layouts = [layout(where, name, v, n) for (name, _), v, n in zip(named, p, columns)]
+    held = [matching(a, b) for a, b in zip(g, p)]
+    pointers = [(pair[0].ptr, pair[1].ptr) if pair else (0, 0) for pair in pairs]
+    sets, which = gather([scalars(hyper, t) for t in steps])
+    launch = _launcher(tuple(layouts), tuple(pointers), p[0].owner, device)
+    launch([v.ptr for v in p], [v.ptr for v in held], [v.ptr for v in m], sets, which, address)
+
+
+_launchers: dict[Any, CudaUpdate] = {}
+
+
+def _launcher(layouts: tuple[Layout, ...], pointers: tuple[tuple[int, int], ...], like: Any, device: int) -> CudaUpdate:
+    """The tables of recent calls: a training loop calls with the same arrays again and again."""
+    key = (layouts, pointers, device)
+    launch = _launchers.pop(key, None) or CudaUpdate(layouts, pointers, like, device)
+    _launchers[key] = launch  # last in order
+    if len(_launchers) > 8:
+        del _launchers[next(iter(_launchers))]
+    return launch
+
+
+def matching(v: View, like: View) -> View:
+    """`v` itself if its memory is ordered as that of `like`, else a copy that is."""
+    return v if same_strides(v.shape, v.strides, like.strides) else view(copy_like(v.owner, like.owner))
+
+
+def like_params(where: str, p: list[View], params: Any, tree: Any, path: str) -> list[View]:
+    """Views of `tree`, checked to have the parameters' structure, shapes, device, and (gradients) dtype."""
+    found = []
+    for (name, array), v in zip(leaves_like(params, tree, where, path), p):
+        if array is None:
+            refuse(
+                where, name, "be an array for each listed parameter", "None", "leave the parameter out, or pass zeros"
+            )
+        a = view(array, where, name)
+        if a.shape != v.shape or a.device != p[0].device or v.device != p[0].device:
+            rule = f"have shape {v.shape} on {place(p[0].device)}"
+            refuse(where, name, rule, f"{a.shape} on {place(a.device)} (parameter on {place(v.device)})")
+        if a.dtype != v.dtype:
+            refuse(where, name, f"be {v.dtype} as its parameter", a.dtype, "convert it")
+        found.append(a)
+    return found
+
+
+def place(device: int | str) -> str:
+    return f"cuda:{device}" if isinstance(device, int) else device
+
+
+def check_momenta(where: str, p: list[View], m: list[View]) -> None:
+    """Momenta are written: they need the parameters' memory order."""
+    for index, (a, b) in enumerate(zip(p, m)):
+        writable(where, f"momenta[{index}]", b)
+        if not same_strides(a.shape, a.strides, b.strides):
+            rule = f"have the parameter's strides {a.strides}"
+            refuse(where, f"momenta[{index}]", rule, b.strides, "make it with zeros_like(parameter)")
+
+
+def writable(where: str, name: str, v: View) -> None:
+    """Refuse an array that cannot be updated in place."""
+    if not v.writable:
+        refuse(
+            where, name, "be writable, as it is updated in place", "a read-only array", "pass a copy", CafinTypeError
+        )
+    if v.dtype not in ("float16", "bfloat16", "float32", "float64"):
+        refuse(where, name, "hold real floating-point numbers", v.dtype, kind=CafinTypeError)
+    if v.size and any(s == 0 and n > 1 for n, s in zip(v.shape, v.strides)):
+        refuse(where, name, "have one element of memory for each entry", f"strides {v.strides}", "pass a copy")
+
+
+def _named(path: str, views: list[View]) -> list[tuple[str, View]]:
+    return [(f"{path}[{index}]", v) for index, v in enumerate(views)]
+
+
+def _factors_like(where: str, p: list[View], params: Any, factors: Any) -> list[tuple[View, View] | None]:
+    if factors is None:
+        return [None] * len(p)
+    pairs: list[tuple[View, View] | None] = []
+    for (name, pair), v in zip(leaves_like(params, factors, where, "factors"), p):
+        if pair is None:
+            pairs.append(None)
+            continue
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            refuse(where, name, "be None or a pair (H, S)", type(pair).__name__, kind=CafinTypeError)
+        H, S = (view(f, where, f"{name}.{letter}") for f, letter in zip(pair, "HS"))
+        for letter, f in (("H", H), ("S", S)):
+            if len(f.shape) != 1 or not f.contiguous or f.device != v.device:
+                rule = f"be a contiguous vector on {place(v.device)}"
+                refuse(where, f"{name}.{letter}", rule, f"shape {f.shape} on {place(f.device)}")
+            if f.dtype != ("float64" if v.dtype == "float64" else "float32"):
+                refuse(where, f"{name}.{letter}", "be float32 (float64 for float64 parameters)", f.dtype, "convert it")
+        if H.size * S.size != v.size:
+            rule = f"have len(S) * len(H) == {v.size}, the parameter's size"
+            refuse(where, name, rule, f"{S.size} * {H.size}", "a bias takes the last entry of H: H[-1:]")
+        pairs.append((H, S))
+    return pairs
+
+
+def _steps(where: str, step: int | Sequence[int], count: int) -> list[int]:
+    if not isinstance(step, (list, tuple)):
+        return [whole(where, "step", step, 1)] * count
+    if len(step) != count:
+        refuse(where, "step", f"be one number or a list of {count}", f"a list of {len(step)}")
+    return [whole(where, f"step[{index}]", t, 1) for index, t in enumerate(step)]

@@ -1,0 +1,141 @@
+// Average: raw moments, min-max normalisation and moving average of all factors, one block per layer, one launch.
+//
+//     raw   = sums * mean                 (norm layers: H = sum of squared sums, S = squared sums)
+//     x     = normalize(raw)  or  raw     (normalize: +inf -> 1, -inf -> 0, (x - min) / (max - min + 1e-6))
+//     F     = keep * F + add * x
+//     F_eff = F               or  normalize(F)
+//
+// A layer whose raw moments hold a NaN keeps its factors. The vectors are short (a layer's widths), so a block walks
+// each of them three times out of the cache.
+
+#include "common.cuh"
+
+struct Vector {
+    const A* sums;   // (groups, units), in; added over the groups
+    void* factor;    // (size), in/out: the moving average, A if normalised before, double if after: the ones it starts
+                     // from would drown small moments in float
+    A* effective;    // (size), out: what enters the preconditioner; the same array as `factor` if normalised before
+    i64 units;       //
+    i64 size;        // of the factor: units, or units + 1 with a bias entry, or 2 for the H of a norm layer
+    i64 groups;      // 1 but for a grouped convolution's input
+    A mean;          // multiplies the sums
+    A entry;         // the last entry where size exceeds what the sums give
+};
+
+struct AverageJob {
+    Vector H, S;
+    int norm;    // 1: the sums are plain sums, squared here
+    int unused;
+};
+
+struct Average {
+    const AverageJob* jobs;  // one for each block
+    double keep, add;
+    int after;  // 1: normalise after averaging
+    int unused;
+};
+
+static_assert(sizeof(AverageJob) == SIZEOF_AverageJob, "kernels and cafin_cupy/table.py disagree on AverageJob");
+static_assert(sizeof(Average) == SIZEOF_Average, "kernels and cafin_cupy/table.py disagree on Average");
+
+constexpr int THREADS = 512;
+constexpr int WARPS = THREADS / WARP;
+
+template <typename F>
+struct Range {
+    F low, high;
+    int broken;  // a NaN was seen
+};
+
+__device__ inline double infinity() { return __longlong_as_double(0x7ff0000000000000ll); }
+
+template <typename F>
+__device__ inline F clean(F x) {
+    return x == F(infinity()) ? F(1) : x == F(-infinity()) ? F(0) : x;
+}
+
+template <typename F>
+__device__ inline F scaled(F x, const Range<F>& r) {
+    return (x - r.low) / (r.high - r.low + F(1e-6));
+}
+
+// Sum of u * u over the block, the same in all threads.
+__device__ inline A block_sum_of_squares(const A* u, i64 n) {
+    __shared__ A partial[WARPS];
+    A sum = 0;
+    for (i64 k = threadIdx.x; k < n; k += THREADS) sum += u[k] * u[k];
+    sum = warp_sum(sum);
+    if (threadIdx.x % WARP == 0) partial[threadIdx.x / WARP] = sum;
+    __syncthreads();
+    A total = 0;
+    for (int w = 0; w < WARPS; ++w) total += partial[w];
+    return total;
+}
+
+// Smallest and largest of clean(value(k)) over the block, the same in all threads.
+template <typename F, typename Value>
+__device__ inline Range<F> block_range(i64 n, Value value) {
+    __shared__ F lows[WARPS], highs[WARPS];
+    F low = F(infinity()), high = F(-infinity());
+    bool broken = false;
+    for (i64 k = threadIdx.x; k < n; k += THREADS) {
+        const F x = clean(F(value(k)));
+        broken |= x != x;
+        low = x < low ? x : low;
+        high = x > high ? x : high;
+    }
+    for (int offset = WARP / 2; offset > 0; offset /= 2) {
+        const F other_low = __shfl_xor_sync(ALL_LANES, low, offset), other_high = __shfl_xor_sync(ALL_LANES, high, offset);
+        low = other_low < low ? other_low : low;
+        high = other_high > high ? other_high : high;
+    }
+    const int any_broken = __syncthreads_or(broken);  // and nobody reads an earlier call's results any more
+    if (threadIdx.x % WARP == 0) lows[threadIdx.x / WARP] = low, highs[threadIdx.x / WARP] = high;
+    __syncthreads();
+    for (int w = 0; w < WARPS; ++w) {
+        low = lows[w] < low ? lows[w] : low;
+        high = highs[w] > high ? highs[w] : high;
+    }
+    return {low, high, any_broken};
+}
+
+// One raw moment. `squares`: the total of a norm layer's squared sums, used for its H; `squared`: square each sum (its S).
+struct Raw {
+    const Vector& v;
+    A squares;
+    bool whole;    // the first entry is `squares` times mean
+    bool squared;
+
+    __device__ A operator()(i64 k) const {
+        if (k >= (whole ? 1 : v.units)) return v.entry;
+        if (whole) return squares * v.mean;
+        A x = 0;
+        for (i64 g = 0; g < v.groups; ++g) x += v.sums[g * v.units + k];
+        return (squared ? x * x : x) * v.mean;
+    }
+};
+
+__device__ inline void follow(const Vector& v, const Raw& raw, const Range<A>& range, const Average& rule) {
+    if (!rule.after) {
+        A* factor = static_cast<A*>(v.factor);
+        const A keep = A(rule.keep), add = A(rule.add);
+        for (i64 k = threadIdx.x; k < v.size; k += THREADS)
+            factor[k] = keep * factor[k] + add * scaled(clean(raw(k)), range);
+        return;
+    }
+    double* factor = static_cast<double*>(v.factor);
+    for (i64 k = threadIdx.x; k < v.size; k += THREADS)
+        factor[k] = rule.keep * factor[k] + rule.add * double(clean(raw(k)));
+    const Range<double> settled = block_range<double>(v.size, [factor](i64 k) { return factor[k]; });
+    for (i64 k = threadIdx.x; k < v.size; k += THREADS) v.effective[k] = A(scaled(clean(factor[k]), settled));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) average(const Average args) {
+    const AverageJob& job = args.jobs[blockIdx.x];
+    const A squares = job.norm ? block_sum_of_squares(job.H.sums, job.H.units) : A(0);
+    const Raw H = {job.H, squares, bool(job.norm), false}, S = {job.S, A(0), false, bool(job.norm)};
+    const Range<A> H_range = block_range<A>(job.H.size, H), S_range = block_range<A>(job.S.size, S);
+    if (H_range.broken || S_range.broken) return;
+    follow(job.H, H, H_range, args);
+    follow(job.S, S, S_range, args);
+}
