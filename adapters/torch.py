@@ -170,7 +170,7 @@ class AdaFisher(torch.optim.Optimizer):
     def _receive(self, index: int, h: Tensor, s: Tensor) -> None:
         """From backward: a layer's input and output gradient."""
         factors = self._factors
-        if factors.kernels:
+        if factors.kernels and (h.dtype is not torch.float32 or s.dtype is not torch.float32):
             h, s = h.float(), s.float()
         factors.accumulate(index, h, s)
 
@@ -388,7 +388,10 @@ class _Plan:
         self.pairs = [
             pl and (factors.of_weight(pl[0]) if pl[1] == "weight" else factors.of_bias(pl[0])) for pl in places
         ]
-        self.strides = [p.stride() for p in self.params]
+        self.kinds = [(p.stride(), p.dtype) for p in self.params]
+        self.zeros = [0] * len(self.params)
+        self.uniform = self._uniform()
+        self.complete = True  # the last gradients were
         self.p = [p.data_ptr() for p in self.params]
         self.m: list[int] = [state["exp_avg"].data_ptr() for state in self.states]
         self.device = device
@@ -428,11 +431,12 @@ class _Plan:
     def gradients(self) -> list[Tensor | None]:
         """Every parameter's gradient, checked; strided ones are copied into their parameter's layout."""
         grads = [p.grad for p in self.params]
-        for k, (g, strides) in enumerate(zip(grads, self.strides)):
-            if g is not None and (
-                g.layout is not torch.strided or g.stride() != strides or g.dtype != self.params[k].dtype
-            ):
-                grads[k] = self._fitting(self.params[k], g)
+        self.complete = all(g is not None for g in grads)
+        if [None if g is None or g.is_sparse else (g.stride(), g.dtype) for g in grads] == self.kinds:
+            return grads
+        for k, (p, g) in enumerate(zip(self.params, grads)):
+            if g is not None:
+                grads[k] = self._fitting(p, g)
         return grads
 
     def _fitting(self, p: Tensor, g: Tensor) -> Tensor:
@@ -443,21 +447,39 @@ class _Plan:
         fitting: Tensor = matching(v, torch_view(p, "step", name)).owner
         return fitting
 
+    def count(self, grads: list[Tensor | None]) -> tuple[list[tuple[int, int]], list[int]]:
+        """Count a step for each parameter that has a gradient.
+
+        Returns:
+            The different (group, step) there are, and which of them each parameter has.
+        """
+        if self.uniform is not None and self.complete:  # all parameters in step, the usual case
+            self.uniform += 1
+            for state in self.states:
+                state["step"] = self.uniform
+            return [(0, self.uniform)], self.zeros
+        for state, g in zip(self.states, grads):
+            state["step"] += g is not None
+        self.uniform = self._uniform()
+        return gather([(number, max(1, state["step"])) for number, state in zip(self.group, self.states)])
+
+    def _uniform(self) -> int | None:
+        """The step that all parameters have, if there is one group and they have."""
+        steps = {state["step"] for state in self.states}
+        return steps.pop() if len(steps) == 1 and not any(self.group) else None
+
     def update(self, hypers: list[Hyper], grads: list[Tensor | None], grad_scale: float) -> None:
         """Count the steps of the parameters that have a gradient, and update them."""
-        for state, g in zip(self.states, grads):
-            if g is not None:
-                state["step"] += 1
-        if self.launch is None:
-            for k, (p, g, state, pair) in enumerate(zip(self.params, grads, self.states, self.pairs)):
-                if g is not None:
-                    hyper = hypers[self.group[k]]
-                    reference_update(p.detach(), g.detach(), state["exp_avg"], pair, hyper, state["step"], grad_scale)
+        kinds, which = self.count(grads)
+        if self.launch is not None:
+            sets = [scalars(hypers[number], t, grad_scale) for number, t in kinds]
+            pointers = [0 if g is None else g.data_ptr() for g in grads]
+            self.launch(self.p, pointers, self.m, sets, which, current_stream(self.params[0], int(self.device)))
             return
-        kinds, which = gather([(number, state["step"]) for number, state in zip(self.group, self.states)])
-        sets = [scalars(hypers[number], max(1, t), grad_scale) for number, t in kinds]
-        pointers = [0 if g is None else g.data_ptr() for g in grads]
-        self.launch(self.p, pointers, self.m, sets, which, current_stream(self.params[0], int(self.device)))
+        for p, g, state, pair, kind in zip(self.params, grads, self.states, self.pairs, which):
+            if g is not None:
+                number, t = kinds[kind]
+                reference_update(p.detach(), g.detach(), state["exp_avg"], pair, hypers[number], t, grad_scale)
 
 
 def _detach(taps: list[Any]) -> None:

@@ -62,6 +62,7 @@ class Tap:
             return
         h = args[0] if args else kwargs.get("input")
         if isinstance(h, Tensor) and isinstance(output, Tensor) and output.requires_grad:
+            optimizer._factors  # noqa: B018  # made, and kernels compiled, here rather than in autograd's thread
             catch(module, h, output, self._index, optimizer._receive)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tap:

@@ -172,6 +172,13 @@ def _cuda_device(array: Any) -> int:
     return int(device)
 
 
+def signature(array: Any) -> Any:
+    """All that a `View` says but the address, read as fast as it can be; None where that is no faster."""
+    if torch_of(array) is not None:
+        return array.shape, array.stride(), array.dtype, array.device
+    return None
+
+
 def current_stream(array: Any, device: int, stream: Any = None) -> int:
     """Address of the stream to work on: `stream` if given, else the current one of the framework that owns `array`."""
     if stream is not None:

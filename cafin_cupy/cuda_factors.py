@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from . import table
-from .arrays import View, allocate, contiguous_strides, copy_like, current_stream, same_strides, view
+from .arrays import View, allocate, contiguous_strides, copy_like, current_stream, same_strides, signature, view
 from .errors import refuse
 from .factors import Factors
 from .layers import Columns, Layer
 from .rule import Averaging
-from .runtime import Launch, prepare
+from .runtime import Arguments, Launch, prepare
 
 WARPS = 8  # rows that a block of column_sums reads at once
 ENOUGH_BLOCKS = 1056  # split long batches until a launch has so many; a constant, so results agree across GPUs
@@ -43,9 +43,7 @@ class Matrix:
 def matrix(v: View, columns: Columns) -> Matrix | None:
     """How to read `v` without a copy: contiguous samples at any distance, or channels_last images; None if neither."""
     width = columns.segments * columns.run
-    lead = 0
-    while math.prod(v.shape[:lead]) != columns.rows or math.prod(v.shape[lead:]) != width:
-        lead += 1
+    lead = columns.lead
     inner = v.shape[lead:]
     steps: Any = contiguous_strides(inner) if len(inner) == 3 else (0, 0, 0)
     if same_strides(inner, v.strides[lead:], contiguous_strides(inner)):
@@ -91,6 +89,7 @@ class _Half:
         self.operand = np.zeros((), table.Operand)
         self.job = np.zeros((), table.FoldJob)
         self.blocks = 0
+        self.vector = False  # rows start at multiples of four elements
 
     def plan(self, columns: Columns, laid: Matrix) -> None:
         """Describe arrays of this geometry to the kernels, and provide the workspace."""
@@ -101,8 +100,9 @@ class _Half:
         self._memory, ptr = allocate(self.like, 4 * slices * parts * laid.segments)
         self.operand[...] = (
             *(0, ptr, laid.rows, laid.stride, width, laid.run, height),
-            *(tiles, slices, parts, columns.power == 2, 0, laid.stride % 4 == 0, columns.scale, 0),
+            *(tiles, slices, parts, columns.power == 2, 0, 0, columns.scale, 0),
         )
+        self.vector = laid.stride % 4 == 0
         self.blocks = tiles * slices
         job, image = self.job, columns.patches
         job[...] = np.zeros((), table.FoldJob)
@@ -146,12 +146,25 @@ class _Sums:
     def __init__(self, layer: Layer, like: Any) -> None:
         self.layer = layer
         self.halves = (_Half(layer, like), _Half(layer, like))
-        self.geometry: Any = None
-        self.laid: Any = None
+        self.arguments = Arguments(table.ColumnSums)
+        operands = self.arguments.values["operand"]
+        self.operands, self.x, self.add, self.vector = operands, operands["x"], operands["add"], operands["vector"]
+        self.signature: Any = None  # of the arrays that `arguments` describes
+        self.laid: Any = None  # how they lie in memory
         self.unfolded = False  # partial sums wait in the workspace
         self.folded = False  # earlier partial sums of this step are in `sums`
-        self.count = 0
-        self.version = 0  # changes with the geometry
+        self.count = 0  # what the sums will be divided by
+        self.per_call = 0  # what one call adds to it
+        self.blocks = 0
+        self.version = 0  # changes with `laid`
+
+    def point(self, h: int, s: int) -> None:
+        """Let `arguments` read arrays at these addresses."""
+        self.x[0], self.x[1] = h, s
+        self.add[:] = self.unfolded
+        if (h | s) % 16 or self.vector[0] + self.vector[1] < 2:
+            for place, (half, address) in enumerate(zip(self.halves, (h, s))):
+                self.vector[place] = address % 16 == 0 and half.vector
 
 
 class CudaFactors(Factors):
@@ -164,9 +177,10 @@ class CudaFactors(Factors):
         super().__init__(layers, averaging)
         self.device = device
         self._sums = [_Sums(layer, H) for layer, H in zip(self.layers, self.H_effective)]
-        self._column_sums = Launch("column_sums", "column_sums", device, table.ColumnSums, WARPS * 32)
-        self._fold = Launch("fold", "fold", device, table.Fold, FOLD_BLOCK)
-        self._average = Launch("average", "average", device, table.Average, 512)
+        self._column_sums = Launch("column_sums", "column_sums", device, WARPS * 32)
+        self._fold = Launch("fold", "fold", device, FOLD_BLOCK)
+        self._average = Launch("average", "average", device, 512)
+        self._fold_arguments, self._average_arguments = Arguments(table.Fold), Arguments(table.Average)
         if self.layers:
             like, count = self.H[0], len(self.layers)
             self._fold_table = table.DeviceTable(table.FoldJob, 2 * count, like)
@@ -175,6 +189,7 @@ class CudaFactors(Factors):
                 [view(a[i]).ptr for a in (self.H, self.H_effective, self.S, self.S_effective)] for i in range(count)
             ]
         self._fold_key: Any = None
+        self._fold_outputs = 0
         self._average_key: Any = None
 
     @property
@@ -182,24 +197,22 @@ class CudaFactors(Factors):
         return any(sums.count for sums in self._sums)
 
     def accumulate(self, index: int, h: Any, s: Any) -> None:
-        layer, sums = self.layers[index], self._sums[index]
-        h, s = self._checked(layer, "h", h), self._checked(layer, "s", s)
-        layer.check(h.shape, s.shape)
-        if h.size == 0 or s.size == 0:
-            return
-        geometry = (h.shape, h.strides, s.shape, s.strides)
-        stream = current_stream(h.owner, self.device)
-        if geometry != sums.geometry:
-            h, s = self._plan(sums, h, s, stream)
-        halves, operands = sums.halves, self._column_sums.args["operand"]
-        for place, (half, array) in enumerate(zip(halves, (h, s))):
-            operands[place] = half.operand
-            operands["x"][place] = array.ptr
-            operands["add"][place] = sums.unfolded
-            operands["vector"][place] &= array.ptr % 16 == 0
-        self._column_sums(halves[0].blocks + halves[1].blocks, stream)
+        sums = self._sums[index]
+        stream = current_stream(h, self.device)
+        seen = signature(h), signature(s)
+        if seen == sums.signature:
+            sums.point(h.data_ptr(), s.data_ptr())  # only torch's tensors have a signature
+        else:
+            first, second = self._checked(sums.layer, "h", h), self._checked(sums.layer, "s", s)
+            sums.layer.check(first.shape, second.shape)
+            if first.size == 0 or second.size == 0:
+                return
+            held = self._plan(sums, first, second, stream)  # copies live until the launch is ordered
+            plain = held[0] is first and held[1] is second and None not in seen
+            sums.signature = seen if plain else None
+        self._column_sums(sums.arguments, sums.blocks, stream)
         sums.unfolded = True
-        sums.count += layer.count(h.shape, s.shape)
+        sums.count += sums.per_call
 
     def _checked(self, layer: Layer, name: str, array: Any) -> View:
         v = array if isinstance(array, View) else view(array, "accumulate", name)
@@ -208,11 +221,11 @@ class CudaFactors(Factors):
             refuse("accumulate", f"{name} of {layer.label}", rule, got, "convert it, or use backend='reference'")
         return v
 
-    def _plan(self, sums: _Sums, h: View, s: View, stream: int) -> tuple[View, View]:
-        """Prepare for a geometry that is not the last one's; arrays that cannot be read as they lie are copied."""
+    def _plan(self, sums: _Sums, h: View, s: View, stream: int) -> list[View]:
+        """Describe two arrays to the kernel, and return what it will read: one that it cannot read is copied."""
         plans = sums.layer.columns(h.shape, s.shape)
-        laid = []
         arrays = [h, s]
+        laid = []
         for place, columns in enumerate(plans):
             how = matrix(arrays[place], columns)
             if how is None:
@@ -220,17 +233,18 @@ class CudaFactors(Factors):
                 how = matrix(arrays[place], columns)
             assert how is not None  # contiguous by now
             laid.append(how)
-        if (plans, *laid) != sums.laid:
+        if (plans, laid) != sums.laid:
             if sums.unfolded:
                 self._fold_all(stream)
-            for half, columns, how in zip(sums.halves, plans, laid):
+            for place, (half, columns, how) in enumerate(zip(sums.halves, plans, laid)):
                 half.plan(columns, how)
-            sums.laid = (plans, *laid)
+                sums.operands[place] = half.operand
+            sums.laid = plans, laid
+            sums.blocks = sums.halves[0].blocks + sums.halves[1].blocks
             sums.version += 1
-        # Strided arrays are copied each time; the geometry is remembered only if they are read as they lie.
-        as_they_lie = arrays[0] is h and arrays[1] is s
-        sums.geometry = (h.shape, h.strides, s.shape, s.strides) if as_they_lie else None
-        return arrays[0], arrays[1]
+        sums.per_call = sums.layer.count(h.shape, s.shape)
+        sums.point(arrays[0].ptr, arrays[1].ptr)
+        return arrays
 
     def _fold_all(self, stream: int) -> None:
         """Fold all partial sums that wait, in one launch."""
@@ -249,8 +263,8 @@ class CudaFactors(Factors):
                 first += int(half.job["outputs"])
             self._fold_table.upload(stream)
             self._fold_key, self._fold_outputs = key, first
-        self._fold.args[...] = (self._fold_table.ptr, self._fold_outputs, 2 * len(waiting))
-        self._fold(-(-self._fold_outputs * 32 // FOLD_BLOCK), stream)
+        self._fold_arguments.values[...] = (self._fold_table.ptr, self._fold_outputs, 2 * len(waiting))
+        self._fold(self._fold_arguments, -(-self._fold_outputs * 32 // FOLD_BLOCK), stream)
         for sums in waiting:
             sums.unfolded, sums.folded = False, True
 
@@ -269,8 +283,14 @@ class CudaFactors(Factors):
             self._average_table.upload(stream)
             self._average_key = key
         rule = self.averaging
-        self._average.args[...] = (self._average_table.ptr, rule.keep, rule.add, rule.normalize == "after", 0)
-        self._average(len(seen), stream)
+        self._average_arguments.values[...] = (
+            self._average_table.ptr,
+            rule.keep,
+            rule.add,
+            rule.normalize == "after",
+            0,
+        )
+        self._average(self._average_arguments, len(seen), stream)
         self.discard()
 
     def _average_job(self, index: int, grad_scale: float) -> Any:

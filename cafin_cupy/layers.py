@@ -40,7 +40,8 @@ class Columns:
     """A contiguous array seen as (rows, segments * run): the sum over rows, and over each run of columns.
 
     Attributes:
-        rows: length of the axis that is summed.
+        lead: number of leading axes that are rows.
+        rows: their product.
         segments: number of results.
         run: neighbouring columns that share one result.
         power: 2 sums squares, 1 sums the values.
@@ -48,6 +49,7 @@ class Columns:
         patches: if given, the results are per pixel and are still to be folded into kernel taps.
     """
 
+    lead: int
     rows: int
     segments: int
     run: int
@@ -149,7 +151,7 @@ class Linear(Layer):
 
     def columns(self, h: Shape, s: Shape) -> tuple[Columns, Columns]:
         rows = self.count(h, s)
-        return Columns(rows, h[-1], 1, 2), Columns(rows, s[-1], 1, 2)
+        return Columns(len(h) - 1, rows, h[-1], 1, 2), Columns(len(s) - 1, rows, s[-1], 1, 2)
 
 
 def _pair(owner: str, name: str, value: Any, least: int) -> tuple[int, int]:
@@ -204,7 +206,7 @@ class Conv2d(Layer):
             self.padding,  # type: ignore[arg-type]
             self.dilation,  # type: ignore[arg-type]
         )
-        return Columns(h[0], math.prod(h[1:]), 1, 2, patches=patches), Columns(s[0], s[1], s[2] * s[3], 2)
+        return Columns(1, h[0], math.prod(h[1:]), 1, 2, patches=patches), Columns(1, s[0], s[1], s[2] * s[3], 2)
 
     def mean(self, count: int) -> tuple[float, float]:
         return 1.0 / (count * math.prod(self.shape[1:])), 1.0 / count
@@ -244,7 +246,7 @@ class BatchNorm2d(_Norm):
 
     def columns(self, h: Shape, s: Shape) -> tuple[Columns, Columns]:
         pixels = h[2] * h[3]
-        return Columns(h[0], h[1], pixels, 1, 1.0 / max(1, pixels) ** 2), Columns(s[0], s[1], pixels, 1)
+        return Columns(1, h[0], h[1], pixels, 1, 1.0 / max(1, pixels) ** 2), Columns(1, s[0], s[1], pixels, 1)
 
 
 class LayerNorm(_Norm):
@@ -264,5 +266,8 @@ class LayerNorm(_Norm):
 
     def columns(self, h: Shape, s: Shape) -> tuple[Columns, Columns]:
         inner = max(1, math.prod(h[2:]))
-        width = self.S_size
-        return Columns(h[0], h[1], inner, 1, 1.0 / inner**2), Columns(math.prod(s) // max(1, width), width, 1, 1)
+        lead = len(s) - len(self.shape)
+        return (
+            Columns(1, h[0], h[1], inner, 1, 1.0 / inner**2),
+            Columns(lead, math.prod(s[:lead]), self.S_size, 1, 1),
+        )

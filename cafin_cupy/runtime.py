@@ -131,25 +131,29 @@ def cuda_problem() -> str | None:
     return None
 
 
+class Arguments:
+    """The one struct that a kernel takes, filled in place through `values`. CUDA copies it during each launch."""
+
+    def __init__(self, struct: np.dtype[np.void]) -> None:
+        self.values = np.zeros((), dtype=struct)
+        self._pointers = (ctypes.c_void_p * 1)(self.values.ctypes.data)
+        self.address = ctypes.addressof(self._pointers)
+
+
 class Launch:
-    """A kernel with its argument struct: filled in place, launched without any conversion.
+    """A kernel on a device, launched without any conversion of arguments."""
 
-    CUDA copies the arguments during the launch, so one struct serves every launch.
-    """
-
-    def __init__(self, stem: str, name: str, device: int, struct: np.dtype[np.void], block: int) -> None:
+    def __init__(self, stem: str, name: str, device: int, block: int) -> None:
         from cupy.cuda import driver, runtime
 
-        self.args = np.zeros((), dtype=struct)
         self.block = block
         self._device = device
         self._function = function(stem, name, device)
+        self._ptr = self._function.ptr
         self._launch = driver.launchKernel
         self._get_device, self._set_device = runtime.getDevice, runtime.setDevice
-        self._pointers = (ctypes.c_void_p * 1)(self.args.ctypes.data)
-        self._parameters = ctypes.addressof(self._pointers)
 
-    def __call__(self, grid: int, stream: int) -> None:
+    def __call__(self, arguments: Arguments, grid: int, stream: int) -> None:
         """Launch `grid` blocks on `stream`; nothing for 0 blocks. The caller's current device stays current."""
         if grid < 1:
             return
@@ -157,7 +161,7 @@ class Launch:
         if current != self._device:
             self._set_device(self._device)
         try:
-            self._launch(self._function.ptr, grid, 1, 1, self.block, 1, 1, 0, stream, self._parameters, 0)
+            self._launch(self._ptr, grid, 1, 1, self.block, 1, 1, 0, stream, arguments.address, 0)
         finally:
             if current != self._device:
                 self._set_device(current)

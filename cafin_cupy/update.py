@@ -22,7 +22,7 @@ from .arrays import (
 from .backend import choose
 from .errors import CafinTypeError, refuse
 from .rule import Hyper, whole
-from .runtime import Launch, prepare
+from .runtime import Arguments, Launch, prepare
 
 BLOCK = 256
 
@@ -65,7 +65,8 @@ class CudaUpdate:
     def __init__(self, layouts: Sequence[Layout], factors: Sequence[tuple[int, int]], like: Any, device: int) -> None:
         """`factors`: addresses of each parameter's (H, S), (0, 0) without; `like`: an array of the same framework."""
         prepare(device)
-        self._launch = Launch("update", "update", device, table.Update, BLOCK)
+        self._launch = Launch("update", "update", device, BLOCK)
+        self._arguments = Arguments(table.Update)
         self._table = table.DeviceTable(table.Parameter, len(layouts), like)
         for row, layout, (H, S) in zip(self._table.rows, layouts, factors):
             row["H"], row["S"], row["size"], row["columns"] = H, S, layout.size, layout.columns
@@ -78,7 +79,9 @@ class CudaUpdate:
         self._chunks.rows["number"] = np.arange(self._blocks) - np.repeat(firsts, chunks)
         self._uploaded = False
         self._last: tuple[Any, ...] = ()
-        self._launch.args["parameters"], self._launch.args["chunks"] = self._table.ptr, self._chunks.ptr
+        values = self._arguments.values
+        values["parameters"], values["chunks"] = self._table.ptr, self._chunks.ptr
+        self._hypers = values["hypers"]
 
     def __call__(
         self,
@@ -113,8 +116,8 @@ class CudaUpdate:
             rows["vector"] = (rows["p"] | rows["g"] | rows["m"]) % 16 == 0
             self._table.upload(stream)
             self._last = (p, g, m, which)
-        self._launch.args["hypers"][: len(scalars)] = scalars
-        self._launch(self._blocks, stream)
+        self._hypers[: len(scalars)] = scalars
+        self._launch(self._arguments, self._blocks, stream)
 
 
 def scalars(hyper: Hyper, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
