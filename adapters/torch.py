@@ -14,15 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cafin_cupy.arrays import current_stream, refuse_overlap, torch_view, view
+from cafin_cupy.arrays import torch_view
 from cafin_cupy.backend import choose, requested
 from cafin_cupy.errors import BackendError, CafinError, CafinTypeError, refuse
 from cafin_cupy.factors import Factors
+from cafin_cupy.layers import Layer
 from cafin_cupy.optimizer import make_factors, owners
 from cafin_cupy.rule import DEFAULT_GAMMA, Averaging, Hyper, whole
-from cafin_cupy.update import CudaUpdate, gather, layout, matching, place, reference_update, scalars, writable
+from cafin_cupy.update import place
 
 from .torch_layers import Tap, describe
+from .torch_plan import Plan
+from .torch_state import check_factors, check_state
 
 __all__ = ["AdaFisher", "AdaFisherW"]
 
@@ -99,22 +102,25 @@ class AdaFisher(torch.optim.Optimizer):
     def _reset(self) -> None:
         """Forget all that is derived from parameters, state and device."""
         self._kept_factors: Factors | None = None
-        self._plan: _Plan | None = None
+        self._plan: Plan | None = None
         self._taps: list[Any] = []
+        weakref.finalize(self, _detach, self._taps)
         self._warned = False
+        self._seen = False  # a layer has been seen since the last refresh
+        self._hypers: dict[Any, Hyper] = {}  # the last checked scalars
 
     def _find_layers(self) -> None:
-        """Descriptors in module order. Modules that hold the same weight and bias share one descriptor."""
+        """Descriptors in module order. Modules that hold the same weight and bias share the factors of the first."""
         self._layers, self._modules, shared = [], [], {}  # type: ignore[var-annotated]
         for name, module in self.model.named_modules():
             layer = describe(name, module)
             if layer is None:
                 continue
-            key = (type(layer), id(layer.weight), id(layer.bias))
+            key = (type(layer), id(layer.weight), id(layer.bias), getattr(layer, "groups", 1))
             if key not in shared:
                 shared[key] = len(self._layers)
                 self._layers.append(layer)
-            self._modules.append((name, module, shared[key]))
+            self._modules.append((name, module, shared[key], layer))
         self._owners = owners(self._layers)
 
     def _warn_without_factors(self) -> None:
@@ -135,7 +141,11 @@ class AdaFisher(torch.optim.Optimizer):
         views = {torch_view(p, "step", "model").device for group in self.param_groups for p in group["params"]}
         if len(views) != 1:
             refuse(
-                type(self).__name__, "model", "lie on one device", sorted(map(str, views)), "use one optimizer for each"
+                type(self).__name__,
+                "model",
+                "lie on one device",
+                sorted(map(place, views)),
+                "use one optimizer for each",
             )
         return views.pop()
 
@@ -160,24 +170,32 @@ class AdaFisher(torch.optim.Optimizer):
     def _attach(self) -> None:
         """Hooks live on sampled steps only."""
         if self.samples and not self._taps:
-            self._taps = [
-                module.register_forward_hook(Tap(self, index), with_kwargs=True) for _, module, index in self._modules
+            self._taps[:] = [
+                module.register_forward_hook(Tap(self, index, layer), with_kwargs=True)
+                for _, module, index, layer in self._modules
             ]
-            weakref.finalize(self, _detach, self._taps)
         elif not self.samples:
             _detach(self._taps)
 
-    def _receive(self, index: int, h: Tensor, s: Tensor) -> None:
+    def prepare(self) -> None:
+        """Make the factors and compile the kernels now, rather than in autograd's thread."""
+        if self._kept_factors is None:
+            self._factors  # noqa: B018
+
+    def _receive(self, index: int, h: Tensor, s: Tensor, layer: Layer | None) -> None:
         """From backward: a layer's input and output gradient."""
+        if not self.samples:  # a late backward through a graph of an earlier, sampled step
+            return
+        self._seen = True
         factors = self._factors
         if factors.kernels and (h.dtype is not torch.float32 or s.dtype is not torch.float32):
             h, s = h.float(), s.float()
-        factors.accumulate(index, h, s)
+        factors.accumulate(index, h, s, layer)
 
     def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
         """{module name: (H, S)}: the moving averages themselves, on the model's device, not copies."""
         factors = self._factors
-        return {name: (factors.H[index], factors.S[index]) for name, _, index in self._modules}
+        return {name: (factors.H[index], factors.S[index]) for name, _, index, _ in self._modules}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and what the backward passes that made them have added to the factors' sums."""
@@ -207,7 +225,7 @@ class AdaFisher(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._plan is not None and self._plan.launch is not None and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise BackendError(
                 "step: a CUDA graph must not capture it, since a replay would repeat the same step number and lr; "
                 "capture forward and backward, and call step() outside"
@@ -218,7 +236,7 @@ class AdaFisher(torch.optim.Optimizer):
             return loss
         grad_scale, loss_scale = verdict
         if self._plan is None or not self._plan.valid(self):
-            self._plan = _Plan(self)
+            self._plan = Plan(self)
         hypers = [self._hyper("step", group) for group in self.param_groups]
         grads = self._plan.gradients()
         if self.samples:
@@ -232,14 +250,15 @@ class AdaFisher(torch.optim.Optimizer):
     def _refresh(self, loss_scale: float, have_gradients: bool) -> None:
         _refuse_ranks("step")
         factors = self._factors
-        if self._layers and have_gradients and not factors.pending and not self._warned:
+        if self._layers and have_gradients and not self._seen and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{type(self).__name__}: no layer was seen on a sampled step, so the factors stay as they are. Hooks "
                 "do not run in a model compiled before the optimizer was made, nor do layers in eval mode count.",
-                stacklevel=4,
+                stacklevel=5,
             )
         factors.update(loss_scale)
+        self._seen = False
 
     def _unscaling(self) -> tuple[float, float] | None:
         """(scale of the gradients, scale of the loss), or None if a scaler found non-finite gradients."""
@@ -264,8 +283,14 @@ class AdaFisher(torch.optim.Optimizer):
         for name in _SCALARS:
             if isinstance(group[name], Tensor) and group[name].is_cuda:
                 refuse(where, name, "be a number or a CPU tensor", f"a tensor on {group[name].device}", "pass .item()")
-        lr, beta, Lambda, weight_decay = (group[name] for name in _SCALARS)
-        return Hyper.checked(where, lr, beta, Lambda, weight_decay, self._decoupled)
+        key = lr, beta, Lambda, weight_decay = (group["lr"], group["beta"], group["Lambda"], group["weight_decay"])
+        plain = all(type(value) in (float, int) for value in key)
+        hyper = self._hypers.get(key) if plain else None
+        if hyper is None:
+            hyper = Hyper.checked(where, lr, beta, Lambda, weight_decay, self._decoupled)
+            if plain:
+                self._hypers = {key: hyper}
+        return hyper
 
     # Checkpoints
 
@@ -273,8 +298,8 @@ class AdaFisher(torch.optim.Optimizer):
         """The keys of the public implementation: `state`, `param_groups`, `steps`, `H_D`, `S_D` (in module order)."""
         factors = self._factors
         state = super().state_dict()
-        state["H_D"] = [factors.H[index] for _, _, index in self._modules]
-        state["S_D"] = [factors.S[index] for _, _, index in self._modules]
+        state["H_D"] = [factors.H[index] for _, _, index, _ in self._modules]
+        state["S_D"] = [factors.S[index] for _, _, index, _ in self._modules]
         state["steps"] = self.steps
         return state
 
@@ -284,7 +309,17 @@ class AdaFisher(torch.optim.Optimizer):
         Raises:
             CafinError: it does not fit; nothing has been changed then.
         """
-        H, S, steps = self._checked_state(state_dict)
+        where = "load_state_dict"
+        check_state(where, state_dict, self.param_groups)
+        for group in state_dict["param_groups"]:
+            self._hyper(where, {**self.defaults, **group})
+        names = [name for name, *_ in self._modules]
+        H = check_factors(
+            where, "H_D", state_dict["H_D"], names, [self._layers[k].H_size for _, _, k, _ in self._modules]
+        )
+        S = check_factors(
+            where, "S_D", state_dict["S_D"], names, [self._layers[k].S_size for _, _, k, _ in self._modules]
+        )
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         for group in self.param_groups:
             for name in _SCALARS:
@@ -292,42 +327,14 @@ class AdaFisher(torch.optim.Optimizer):
         for state in self.state.values():
             if "step" in state:
                 state["step"] = int(state["step"])
+            if "exp_avg" in state:
+                state["exp_avg"] = state["exp_avg"].clone()  # torch shares it with the caller's dict
         factors = self._factors
-        for place_, (_, _, index) in reversed(list(enumerate(self._modules))):  # the first of shared modules wins
-            like = factors.H[index]
-            factors.load(index, H[place_].to(like.device), S[place_].to(like.device))
+        for (_, _, index, _), *pair in reversed(list(zip(self._modules, H, S))):  # the first of shared modules wins
+            factors.load(index, *(F.to(factors.H[index].device) for F in pair))
         factors.discard()
-        self.steps = steps
+        self.steps = int(state_dict["steps"])
         self._attach()
-
-    def _checked_state(self, state_dict: Mapping[str, Any]) -> tuple[list[Tensor], list[Tensor], int]:
-        where = "load_state_dict"
-        for key in ("state", "param_groups", "H_D", "S_D", "steps"):
-            if key not in state_dict:
-                mend = "it must come from AdaFisher's state_dict()"
-                refuse(where, "state_dict", f"have the key {key!r}", sorted(map(str, state_dict)), mend)
-        found = []
-        for key, size in (("H_D", "H_size"), ("S_D", "S_size")):
-            tensors = list(state_dict[key])
-            if len(tensors) != len(self._modules):
-                refuse(where, key, f"hold {len(self._modules)} tensors, one for each layer", len(tensors))
-            for (name, _, index), tensor in zip(self._modules, tensors):
-                length = getattr(self._layers[index], size)
-                if not isinstance(tensor, Tensor) or tuple(tensor.shape) != (length,):
-                    got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-                    refuse(where, f"{key} of {name}", f"be a tensor of shape ({length},)", got)
-            found.append(tensors)
-        groups = state_dict["param_groups"]
-        indices = [i for group in groups for i in group["params"]]
-        sizes = [len(group["params"]) for group in self.param_groups]
-        if [len(group["params"]) for group in groups] != sizes:
-            refuse(where, "param_groups", f"have groups of {sizes} parameters", [len(g["params"]) for g in groups])
-        flat = [p for group in self.param_groups for p in group["params"]]
-        for i, p in zip(indices, flat):
-            average = state_dict["state"].get(i, {}).get("exp_avg")
-            if average is not None and average.shape != p.shape:
-                refuse(where, f"state[{i}]['exp_avg']", f"have shape {tuple(p.shape)}", tuple(average.shape))
-        return found[0], found[1], whole(where, "steps", state_dict["steps"], 0)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._kept_factors is not None and self._kept_factors.pending:
@@ -360,126 +367,6 @@ class AdaFisherW(AdaFisher):
     """AdaFisher with decoupled weight decay: `p <- p - lr (m / (1 - beta^t) / F + wd p)`. See `AdaFisher`."""
 
     _decoupled = True
-
-
-class _Plan:
-    """What a step needs, gathered once: parameters, their state and factors, and the launch.
-
-    It holds as long as parameters and momenta stay where they are.
-    """
-
-    def __init__(self, optimizer: AdaFisher) -> None:
-        groups = optimizer.param_groups
-        self.params: list[Tensor] = [p for group in groups for p in group["params"]]
-        self.group = [number for number, group in enumerate(groups) for _ in group["params"]]
-        self.names = {id(p): name for name, p in optimizer.model.named_parameters()}
-        factors = optimizer._factors
-        device = optimizer._device()
-        if factors.layers and view(factors.H[0]).device != device:
-            rule = f"stay on {factors.H[0].device} where its state is"
-            refuse("step", "model", rule, f"parameters on {place(device)}", "move the model before the first step")
-        views = [torch_view(p, "step", self._name(p)) for p in self.params]
-        for p, v in zip(self.params, views):
-            writable("step", self._name(p), v)
-        refuse_overlap("step", [(self._name(p), v) for p, v in zip(self.params, views)])
-        self.states = [self._state(optimizer, p) for p in self.params]
-        self.kept = optimizer.state
-        places = [optimizer._owners.get(id(p)) for p in self.params]
-        self.pairs = [
-            pl and (factors.of_weight(pl[0]) if pl[1] == "weight" else factors.of_bias(pl[0])) for pl in places
-        ]
-        self.kinds = [(p.stride(), p.dtype) for p in self.params]
-        self.zeros = [0] * len(self.params)
-        self.uniform = self._uniform()
-        self.complete = True  # the last gradients were
-        self.p = [p.data_ptr() for p in self.params]
-        self.m: list[int] = [state["exp_avg"].data_ptr() for state in self.states]
-        self.device = device
-        self.launch: CudaUpdate | None = None
-        if factors.kernels:
-            layouts, pointers = [], []
-            for p, v, pair in zip(self.params, views, self.pairs):
-                layouts.append(layout("step", self._name(p), v, pair[0].numel() if pair else 0))
-                pointers.append((pair[0].data_ptr(), pair[1].data_ptr()) if pair else (0, 0))
-            self.launch = CudaUpdate(layouts, pointers, self.params[0], int(device))
-
-    def _name(self, p: Tensor) -> str:
-        return self.names.get(id(p), "params")
-
-    def _state(self, optimizer: AdaFisher, p: Tensor) -> dict[str, Any]:
-        state = optimizer.state[p]
-        state.setdefault("step", 0)
-        average = state.get("exp_avg")
-        if average is None:
-            state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        elif average.device != p.device:
-            rule = f"stay on {average.device} where its state is"
-            refuse("step", self._name(p), rule, p.device, "move the model before the first step")
-        elif average.stride() != p.stride():
-            state["exp_avg"] = torch.empty_like(p, dtype=average.dtype).copy_(average)
-        return state
-
-    def valid(self, optimizer: AdaFisher) -> bool:
-        """False if a parameter or the optimizer's state has been replaced since."""
-        return (
-            self.kept is optimizer.state
-            and len(self.kept) == len(self.states)
-            and [p.data_ptr() for p in self.params] == self.p
-            and [state["exp_avg"].data_ptr() for state in self.states] == self.m
-        )
-
-    def gradients(self) -> list[Tensor | None]:
-        """Every parameter's gradient, checked; strided ones are copied into their parameter's layout."""
-        grads = [p.grad for p in self.params]
-        self.complete = all(g is not None for g in grads)
-        if [None if g is None or g.is_sparse else (g.stride(), g.dtype) for g in grads] == self.kinds:
-            return grads
-        for k, (p, g) in enumerate(zip(self.params, grads)):
-            if g is not None:
-                grads[k] = self._fitting(p, g)
-        return grads
-
-    def _fitting(self, p: Tensor, g: Tensor) -> Tensor:
-        name = f"gradient of {self._name(p)}"
-        v = torch_view(g, "step", name)
-        if g.dtype != p.dtype:
-            refuse("step", name, f"be {p.dtype} as its parameter", g.dtype, "convert it")
-        fitting: Tensor = matching(v, torch_view(p, "step", name)).owner
-        return fitting
-
-    def count(self, grads: list[Tensor | None]) -> tuple[list[tuple[int, int]], list[int]]:
-        """Count a step for each parameter that has a gradient.
-
-        Returns:
-            The different (group, step) there are, and which of them each parameter has.
-        """
-        if self.uniform is not None and self.complete:  # all parameters in step, the usual case
-            self.uniform += 1
-            for state in self.states:
-                state["step"] = self.uniform
-            return [(0, self.uniform)], self.zeros
-        for state, g in zip(self.states, grads):
-            state["step"] += g is not None
-        self.uniform = self._uniform()
-        return gather([(number, max(1, state["step"])) for number, state in zip(self.group, self.states)])
-
-    def _uniform(self) -> int | None:
-        """The step that all parameters have, if there is one group and they have."""
-        steps = {state["step"] for state in self.states}
-        return steps.pop() if len(steps) == 1 and not any(self.group) else None
-
-    def update(self, hypers: list[Hyper], grads: list[Tensor | None], grad_scale: float) -> None:
-        """Count the steps of the parameters that have a gradient, and update them."""
-        kinds, which = self.count(grads)
-        if self.launch is not None:
-            sets = [scalars(hypers[number], t, grad_scale) for number, t in kinds]
-            pointers = [0 if g is None else g.data_ptr() for g in grads]
-            self.launch(self.p, pointers, self.m, sets, which, current_stream(self.params[0], int(self.device)))
-            return
-        for p, g, state, pair, kind in zip(self.params, grads, self.states, self.pairs, which):
-            if g is not None:
-                number, t = kinds[kind]
-                reference_update(p.detach(), g.detach(), state["exp_avg"], pair, hypers[number], t, grad_scale)
 
 
 def _detach(taps: list[Any]) -> None:

@@ -46,24 +46,36 @@ _DESCRIBE: dict[type[nn.Module], Callable[[str, Any, Tensor, Tensor | None], Lay
 
 
 class Tap:
-    """Forward hook of one layer. In a copied or unpickled model it is inert: a copy trains with its own optimizer."""
+    """Forward hook of one layer.
 
-    def __init__(self, optimizer: Any = None, index: int = 0) -> None:
+    In a copied or unpickled model it removes itself at the first call: a copy trains with its own optimizer.
+    """
+
+    def __init__(self, optimizer: Any = None, index: int = 0, layer: Layer | None = None) -> None:
         self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
-        self._index = index
+        self._index, self._layer = index, layer
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         optimizer = self._optimizer()
-        if optimizer is None or not torch.is_grad_enabled():
+        if optimizer is None:
+            self._remove(module)
             return
         # A layer counts if it or the model is in training mode: BatchNorm frozen inside a model that trains does, and
         # so does a head that trains on a model in eval mode.
-        if not (module.training or optimizer.model.training):
+        if not torch.is_grad_enabled() or not (module.training or optimizer.model.training):
             return
         h = args[0] if args else kwargs.get("input")
-        if isinstance(h, Tensor) and isinstance(output, Tensor) and output.requires_grad:
-            optimizer._factors  # noqa: B018  # made, and kernels compiled, here rather than in autograd's thread
-            catch(module, h, output, self._index, optimizer._receive)
+        if not isinstance(h, Tensor) or not isinstance(output, Tensor) or not output.requires_grad:
+            return
+        if not _transforming():  # per-sample gradients and the like: their tensors mean nothing outside the transform
+            optimizer.prepare()
+            index, layer = self._index, self._layer
+            catch(module, h, output, lambda h, s: optimizer._receive(index, h, s, layer))
+
+    def _remove(self, module: nn.Module) -> None:
+        for hooks in (module._forward_hooks, module._forward_hooks_with_kwargs):
+            for key in [key for key in hooks if module._forward_hooks.get(key, self) is self]:
+                del hooks[key]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tap:
         return Tap()
@@ -72,8 +84,39 @@ class Tap:
         return Tap, ()
 
 
-def catch(module: Any, h: Tensor, output: Tensor, index: int, receive: Callable[[int, Tensor, Tensor], None]) -> None:
-    """Hand (index, h, s) to `receive` when the gradient `s` of `output` is known.
+class _Keep(torch.autograd.Function):
+    """Saves a tensor as autograd saves a layer's input: checkpointing drops and recomputes it, offloading moves it."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, anchor: Tensor) -> Tensor:
+        ctx.save_for_backward(h)
+        return torch.empty(0, device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None
+
+
+_ANCHOR = torch.empty(0, device="cpu", requires_grad=True)  # gives the saved tensor a node of the graph
+
+
+def keep(h: Tensor) -> Callable[[], Tensor]:
+    """Hold a tensor until backward, and return how to get it back.
+
+    Under hooks for saved tensors (checkpointing, offloading) it is handed to them; otherwise it is simply held.
+    """
+    if _top_hooks(False) is None:
+        return lambda: h
+    node = _Keep.apply(h, _ANCHOR).grad_fn
+    return lambda: node.saved_tensors[0]  # type: ignore[no-any-return]
+
+
+_transforming = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore: ())
+
+
+def catch(module: Any, h: Tensor, output: Tensor, receive: Callable[[Tensor, Tensor], None]) -> None:
+    """Hand (h, s) to `receive` when the gradient `s` of `output` is known.
 
     The input is looked at only then, so a forward without a backward leaves no trace, and a recomputed forward
     (activation checkpointing) does not count twice. A hook on the output tensor, unlike a full backward hook, bears
@@ -83,23 +126,37 @@ def catch(module: Any, h: Tensor, output: Tensor, index: int, receive: Callable[
     if not (weight.requires_grad or (bias is not None and bias.requires_grad)):
         return
     h = h.detach()
-    if not weight.requires_grad:
-        h = h.clone()  # autograd keeps no input for a frozen weight: it may be overwritten before backward
-    version = h._version
-    batched = h.dim() > (len(module.normalized_shape) if isinstance(module, nn.LayerNorm) else 3)
-    add_batch = not batched and isinstance(module, (nn.Conv2d, nn.LayerNorm))
+    kept = [keep(h if _autograd_keeps(module, h) else h.clone())]
 
     def hook(s: Tensor) -> None:
-        if h._version != version:
-            refuse(
-                "backward", f"input of {type(module).__name__}", "be as it was in forward", "an input changed in place",
-                "use the out-of-place operation",
-            )  # fmt: skip
-        x, g = h, s.detach()
+        if not kept:  # a second backward through a freed graph: torch will say so
+            return
+        x = kept[0]()
+        if not _graph_is_kept():
+            kept.clear()  # free the input now: the script may hold on to the loss
+        s = s.detach()
         if isinstance(module, nn.Conv2d) and module.padding_mode != "zeros":
             x = nn.functional.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
-        if add_batch:
-            x, g = x.unsqueeze(0), g.unsqueeze(0)
-        receive(index, x, g)
+        alone = 3 if isinstance(module, nn.Conv2d) else len(getattr(module, "normalized_shape", ()))
+        if not isinstance(module, nn.Linear) and x.dim() == alone:  # no batch axis
+            x, s = x.unsqueeze(0), s.unsqueeze(0)
+        receive(x, s)
 
     output.register_hook(hook)
+
+
+def _autograd_keeps(module: Any, h: Tensor) -> bool:
+    """True if the layer's own backward needs `h` itself. Where autograd keeps nothing, or a cast or padded copy, the
+    script may overwrite `h` before backward, and a copy of ours must be kept."""
+    if not module.weight.requires_grad or getattr(module, "padding_mode", "zeros") != "zeros":
+        return False
+    if torch.is_autocast_enabled(h.device.type) and not isinstance(module, nn.BatchNorm2d):
+        wide = isinstance(module, nn.LayerNorm)
+        return h.dtype == (torch.float32 if wide else torch.get_autocast_dtype(h.device.type))
+    return True
+
+
+def _graph_is_kept() -> bool:
+    """True if the running backward retains its graph, so that another may follow."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if ask is None else bool(ask())

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from .errors import CafinTypeError, refuse
@@ -82,6 +83,8 @@ def known(array: Any, where: str, name: str) -> Any:
     """`array` itself if the reference can compute on it and write to it, else a NumPy or CuPy array on its memory."""
     from array_api_compat import is_array_api_obj
 
+    if torch_of(array) is not None:
+        return array.detach()
     if is_array_api_obj(array):
         return array
     if hasattr(array, "__cuda_array_interface__"):
@@ -196,6 +199,26 @@ def current_stream(array: Any, device: int, stream: Any = None) -> int:
     return int(cupy.cuda.get_current_stream(device).ptr)
 
 
+def on_device(device: int) -> Any:
+    """Context in which `device` is current for the CUDA runtime; costs almost nothing where it is already."""
+    import cupy
+
+    return nullcontext() if cupy.cuda.runtime.getDevice() == device else cupy.cuda.Device(device)
+
+
+def on_stream(array: Any, device: int, stream: Any) -> Any:
+    """Context in which the framework that owns `array` works on `stream`; None changes nothing."""
+    if stream is None:
+        return nullcontext()
+    address = current_stream(array, device, stream)
+    torch = torch_of(array)
+    if torch is not None:
+        return torch.cuda.stream(torch.cuda.ExternalStream(address, device=torch.device("cuda", device)))
+    import cupy
+
+    return cupy.cuda.ExternalStream(address, device)
+
+
 def allocate(like: Any, size: int) -> tuple[Any, int]:
     """(owner, address) of `size` bytes of device memory, from the allocator of the framework that owns `like`: it
     frees in the order of its streams."""
@@ -215,15 +238,17 @@ def copy_like(array: Any, like: Any = None) -> Any:
     torch = torch_of(array)
     if torch is not None:
         array = array.detach()
+    if torch is not None and (like is None or torch_of(like) is not None):
         return array.contiguous() if like is None else torch.empty_like(like).copy_(array)
     import cupy
 
-    array = cupy.asarray(array) if not isinstance(array, cupy.ndarray) else array
-    if like is None:
-        return cupy.ascontiguousarray(array)
-    copy = cupy.empty_like(cupy.asarray(like))
-    copy[...] = array
-    return copy
+    array = cupy.asarray(array)
+    with array.device:
+        if like is None:
+            return cupy.ascontiguousarray(array)
+        copy = cupy.empty_like(cupy.asarray(known(like, "copy_like", "like")))
+        copy[...] = array
+        return copy
 
 
 def leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -266,11 +291,19 @@ def _structure(tree: Any) -> str:
     return type(tree).__name__
 
 
-def refuse_overlap(where: str, named: list[tuple[str, View]]) -> None:
-    """Refuse arrays that share memory: their updates would run in no defined order."""
-    spans = sorted((str(v.device), *v.extent, name) for name, v in named if v.size)
-    for (device, _, end, name), (other_device, start, _, other) in zip(spans, spans[1:]):
-        if device == other_device and start < end:
-            refuse(
-                where, other, f"not share memory with `{name}`", "overlapping memory", "pass each array once, or a copy"
-            )
+def refuse_overlap(where: str, written: Sequence[tuple[str, View]], read: Sequence[tuple[str, View]] = ()) -> None:
+    """Refuse arrays that are written and share memory with any other: their updates would run in no defined order."""
+    spans = sorted(
+        (str(v.device), *v.extent, name, is_written)
+        for is_written, named in ((True, written), (False, read))
+        for name, v in named
+        if v.size
+    )
+    reach: dict[bool, tuple[str, int, str]] = {}  # by kind: the span that reaches furthest so far
+    for device, start, end, name, is_written in spans:
+        for kind, (other_device, other_end, other) in reach.items():
+            if (is_written or kind) and other_device == device and start < other_end:
+                rule = f"not share memory with `{other}`"
+                refuse(where, name, rule, "overlapping memory", "pass each array once, or a copy")
+        if is_written not in reach or reach[is_written][0] != device or reach[is_written][1] < end:
+            reach[is_written] = (device, end, name)

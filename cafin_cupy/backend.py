@@ -14,14 +14,19 @@ BACKENDS = ("cuda", "reference")
 _warned: set[str] = set()
 
 
-def requested(backend: str | None, where: str) -> str | None:
-    """The backend that the caller or else the environment variable CAFIN_BACKEND asks for; None leaves the choice."""
+def _request(backend: str | None, where: str) -> tuple[str, str | None]:
+    """(name of the argument or variable, the backend that it asks for)."""
     name, value = ("backend", backend) if backend is not None else (VARIABLE, os.environ.get(VARIABLE) or None)
     if value in (None, "auto"):
-        return None
+        return name, None
     if value not in BACKENDS:
         refuse(where, name, 'be "cuda", "reference" or None', repr(value))
-    return value
+    return name, value
+
+
+def requested(backend: str | None, where: str) -> str | None:
+    """The backend that the caller or else the environment variable CAFIN_BACKEND asks for; None leaves the choice."""
+    return _request(backend, where)[1]
 
 
 def choose(backend: str | None, device: int | str, dtypes: set[str], where: str) -> str:
@@ -30,25 +35,19 @@ def choose(backend: str | None, device: int | str, dtypes: set[str], where: str)
     Raises:
         BackendError: "cuda" is asked for and cannot run. Left to choose, the reference serves, with one warning.
     """
-    asked = requested(backend, where)
+    name, asked = _request(backend, where)
     if asked == "reference":
         return "reference"
     if device == "cpu":
         if asked == "cuda":
-            refuse(
-                where,
-                "backend",
-                "be able to reach the arrays",
-                "'cuda' for arrays on the CPU",
-                "move them to a GPU",
-                BackendError,
-            )
+            got = "'cuda' for arrays on the CPU"
+            refuse(where, name, "be able to reach the arrays", got, "move them to a GPU", BackendError)
         return "reference"
     problem = _problem(int(device), dtypes)
     if problem is None:
         return "cuda"
     if asked == "cuda":
-        raise BackendError(f"{where}: `backend` must be able to run, got 'cuda', but {problem}")
+        raise BackendError(f"{where}: `{name}` must be able to run, got 'cuda', but {problem}")
     if problem not in _warned:
         _warned.add(problem)
         warnings.warn(f"cafin_cupy: the reference backend runs on the GPU, slowly, because {problem}", stacklevel=3)

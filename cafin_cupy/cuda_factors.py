@@ -55,9 +55,9 @@ def matrix(v: View, columns: Columns) -> Matrix | None:
     last = (height * width_ * channels, 1, width_ * channels, channels)
     if not same_strides(inner, v.strides[1:], last[1:]):
         return None
-    if columns.run == 1:  # a convolution's input keeps its pixels, whatever their order
+    if columns.patches is not None:  # a convolution's input keeps its pixels, whatever their order
         return Matrix(columns.rows, v.strides[0] if v.shape[0] > 1 else width, width, 1, last[1:])
-    if v.shape[0] > 1 and v.strides[0] != last[0]:
+    if columns.run != height * width_ or (v.shape[0] > 1 and v.strides[0] != last[0]):
         return None
     return Matrix(columns.rows * columns.run, channels, channels, 1)
 
@@ -81,8 +81,8 @@ def split(rows: int, tiles: int) -> tuple[int, int]:
 class _Half:
     """One array of a layer: H's or S's share of a launch, its workspace and its raw sums."""
 
-    def __init__(self, layer: Layer, like: Any) -> None:
-        self.layer, self.like = layer, like
+    def __init__(self, like: Any) -> None:
+        self.like = like
         self.sums: Any = None
         self.ptr = 0  # of the sums
         self.units = 0  # length of the sums; groups * K for a grouped convolution's input
@@ -143,9 +143,8 @@ def _namespace(array: Any) -> Any:
 class _Sums:
     """Both halves of a layer, and how far its sums have come."""
 
-    def __init__(self, layer: Layer, like: Any) -> None:
-        self.layer = layer
-        self.halves = (_Half(layer, like), _Half(layer, like))
+    def __init__(self, like: Any) -> None:
+        self.halves = (_Half(like), _Half(like))
         self.arguments = Arguments(table.ColumnSums)
         operands = self.arguments.values["operand"]
         self.operands, self.x, self.add, self.vector = operands, operands["x"], operands["add"], operands["vector"]
@@ -173,18 +172,23 @@ class CudaFactors(Factors):
     kernels = True
 
     def __init__(self, layers: Sequence[Layer], averaging: Averaging, device: int) -> None:
+        for layer in layers:
+            v = view(layer.weight, type(layer).__name__, "weight")
+            if v.dtype != "float32" or v.device != device:
+                rule, got = f"be float32 on cuda:{device}", f"{v.dtype} on {v.device}"
+                refuse("AdaFisher", f"weight of {layer.label}", rule, got, "convert it, or use backend='reference'")
         prepare(device)
         super().__init__(layers, averaging)
         self.device = device
-        self._sums = [_Sums(layer, H) for layer, H in zip(self.layers, self.H_effective)]
+        self._sums = [_Sums(H) for H in self.H_effective]
         self._column_sums = Launch("column_sums", "column_sums", device, WARPS * 32)
         self._fold = Launch("fold", "fold", device, FOLD_BLOCK)
         self._average = Launch("average", "average", device, 512)
         self._fold_arguments, self._average_arguments = Arguments(table.Fold), Arguments(table.Average)
         if self.layers:
             like, count = self.H[0], len(self.layers)
-            self._fold_table = table.DeviceTable(table.FoldJob, 2 * count, like)
-            self._average_table = table.DeviceTable(table.AverageJob, count, like)
+            self._fold_table = table.DeviceTable(table.FoldJob, 2 * count, like, device)
+            self._average_table = table.DeviceTable(table.AverageJob, count, like, device)
             self._pointers = [
                 [view(a[i]).ptr for a in (self.H, self.H_effective, self.S, self.S_effective)] for i in range(count)
             ]
@@ -196,18 +200,19 @@ class CudaFactors(Factors):
     def pending(self) -> bool:
         return any(sums.count for sums in self._sums)
 
-    def accumulate(self, index: int, h: Any, s: Any) -> None:
+    def accumulate(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
+        layer = layer or self.layers[index]
         sums = self._sums[index]
         stream = current_stream(h, self.device)
-        seen = signature(h), signature(s)
+        seen = layer, signature(h), signature(s)
         if seen == sums.signature:
             sums.point(h.data_ptr(), s.data_ptr())  # only torch's tensors have a signature
         else:
-            first, second = self._checked(sums.layer, "h", h), self._checked(sums.layer, "s", s)
-            sums.layer.check(first.shape, second.shape)
+            first, second = self._checked(layer, "h", h), self._checked(layer, "s", s)
+            layer.check(first.shape, second.shape)
             if first.size == 0 or second.size == 0:
                 return
-            held = self._plan(sums, first, second, stream)  # copies live until the launch is ordered
+            held = self._plan(layer, sums, first, second, stream)  # copies live until the launch is ordered
             plain = held[0] is first and held[1] is second and None not in seen
             sums.signature = seen if plain else None
         self._column_sums(sums.arguments, sums.blocks, stream)
@@ -221,9 +226,9 @@ class CudaFactors(Factors):
             refuse("accumulate", f"{name} of {layer.label}", rule, got, "convert it, or use backend='reference'")
         return v
 
-    def _plan(self, sums: _Sums, h: View, s: View, stream: int) -> list[View]:
+    def _plan(self, layer: Layer, sums: _Sums, h: View, s: View, stream: int) -> list[View]:
         """Describe two arrays to the kernel, and return what it will read: one that it cannot read is copied."""
-        plans = sums.layer.columns(h.shape, s.shape)
+        plans = layer.columns(h.shape, s.shape)
         arrays = [h, s]
         laid = []
         for place, columns in enumerate(plans):
@@ -242,7 +247,7 @@ class CudaFactors(Factors):
             sums.laid = plans, laid
             sums.blocks = sums.halves[0].blocks + sums.halves[1].blocks
             sums.version += 1
-        sums.per_call = sums.layer.count(h.shape, s.shape)
+        sums.per_call = layer.count(h.shape, s.shape)
         sums.point(arrays[0].ptr, arrays[1].ptr)
         return arrays
 

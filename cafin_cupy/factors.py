@@ -76,13 +76,14 @@ class Factors:
         """True if sums wait for `update`."""
         raise NotImplementedError
 
-    def accumulate(self, index: int, h: Any, s: Any) -> None:
+    def accumulate(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
         """Add a layer's input and output gradient to its sums; on the CUDA backend one launch, on the
         current stream of the framework that owns the arrays.
 
         Args:
             index: the layer's place in `layers`.
             h, s: see the descriptor for shapes; an empty batch adds nothing.
+            layer: descriptor of this very call, where modules of one weight differ in stride, padding or dilation.
         """
         raise NotImplementedError
 
@@ -106,8 +107,8 @@ class ReferenceFactors(Factors):
     def pending(self) -> bool:
         return any(sums is not None for sums in self._sums)
 
-    def accumulate(self, index: int, h: Any, s: Any) -> None:
-        layer = self.layers[index]
+    def accumulate(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
+        layer = layer or self.layers[index]
         h, s = known(h, "accumulate", "h"), known(s, "accumulate", "s")
         layer.check(tuple(h.shape), tuple(s.shape))
         for name, array in (("h", h), ("s", s)):

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import refuse
+from .errors import CafinTypeError, refuse
 
 Shape = tuple[int, ...]
 
@@ -70,10 +70,10 @@ class Layer:
     norm = False
 
     def __post_init__(self) -> None:
-        shape = getattr(self.weight, "shape", None)
-        if shape is None:
-            refuse(type(self).__name__, "weight", "be an array", type(self.weight).__name__)
-        self._check(tuple(shape))
+        for name, array in (("weight", self.weight), ("bias", self.bias)):
+            if not hasattr(array, "shape") and not (name == "bias" and array is None):
+                refuse(type(self).__name__, name, "be an array", type(array).__name__, kind=CafinTypeError)
+        self._check(tuple(self.weight.shape))
         if self.bias is not None and math.prod(self.bias.shape) != self.S_size:
             refuse(type(self).__name__, "bias", f"have {self.S_size} elements", f"shape {tuple(self.bias.shape)}")
 

@@ -6,20 +6,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from array_api_compat import array_namespace
+from array_api_compat import device as device_of
 
-from .arrays import View, current_stream, known, leaves, refuse_overlap, view
+from .arrays import current_stream, known, leaves, refuse_overlap, view
 from .backend import choose
 from .errors import CafinTypeError, refuse
 from .factors import Factors, ReferenceFactors
 from .layers import Layer
 from .rule import DEFAULT_GAMMA, Averaging, Hyper, at_least, whole
 from .update import (
+    FLOATS,
     CudaUpdate,
     check_momenta,
     gather,
     layout,
     like_params,
     matching,
+    named_views,
+    place,
     reference_update,
     scalars,
     writable,
@@ -117,7 +121,7 @@ class AdaFisher:
         self._arrays = [known(array, where, name) for name, array in self._named]
         self.momenta = [array_namespace(a).zeros_like(a) for a in self._arrays]
         self._m = [view(m) for m in self.momenta]
-        check_momenta(where, self._p, self._m)
+        self._written = [(name, v) for (name, _), v in zip(self._named, self._p)] + named_views("momenta", self._m)
         self._factors = make_factors(self._layers, self.averaging, self.backend, self._p[0].device)
         belongs = owners(self._layers)
         self._pairs = [self._pair(belongs.get(id(array))) for _, array in self._named]
@@ -148,6 +152,7 @@ class AdaFisher:
         return self._factors.of_weight(index) if role == "weight" else self._factors.of_bias(index)
 
     def _launcher(self, where: str) -> CudaUpdate:
+        check_momenta(where, self._p, self._m)
         pairs = [pair and (view(pair[0]), view(pair[1])) for pair in self._pairs]
         layouts = [
             layout(where, n, v, pair[0].size if pair else 0) for (n, _), v, pair in zip(self._named, self._p, pairs)
@@ -201,9 +206,8 @@ class AdaFisher:
         hyper = self._hyper(where)
         scale = at_least(where, "grad_scale", grad_scale, 0.0, strict=True)
         g = like_params(where, self._p, self._params, grads, "grads")
-        refuse_overlap(
-            where, [*self._spans("params", self._p), *self._spans("momenta", self._m), *self._spans("grads", g)]
-        )
+        refuse_overlap(where, self._written, named_views("grads", g))
+        held = [matching(a, b) for a, b in zip(g, self._p)] if self._launch is not None else g
         if self.samples:
             self._factors.update(scale)
         t = self.steps + 1
@@ -211,15 +215,10 @@ class AdaFisher:
             for p, grad, m, pair in zip(self._arrays, g, self.momenta, self._pairs):
                 reference_update(p, known(grad.owner, where, "grads"), m, pair, hyper, t, scale)
         else:
-            held = [matching(a, b) for a, b in zip(g, self._p)]
             sets, which = gather([scalars(hyper, t, scale)] * len(held))
             stream = current_stream(self._p[0].owner, int(self._p[0].device))
             self._launch([v.ptr for v in self._p], [v.ptr for v in held], [v.ptr for v in self._m], sets, which, stream)
         self.steps = t
-
-    @staticmethod
-    def _spans(path: str, views: list[View]) -> list[tuple[str, View]]:
-        return [(f"{path}[{index}]", v) for index, v in enumerate(views)]
 
     def factors(self) -> dict[str, tuple[Any, Any]]:
         """{layer name (its place where it has none): (H, S)}: the moving averages themselves, not copies."""
@@ -243,26 +242,32 @@ class AdaFisher:
         """
         where = "load_state_dict"
         mine = self.state_dict()
-        missing = sorted(set(mine) - set(state))
-        if missing:
-            refuse(where, "state", f"have the keys {sorted(mine)}", f"no {missing}")
+        if not isinstance(state, Mapping) or set(mine) - set(state):
+            got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            refuse(where, "state", f"be a mapping with the keys {sorted(mine)}", got)
         steps = whole(where, "state['steps']", state["steps"], 0)
-        copies = []
-        for key in ("momenta", "H", "S"):
-            if len(state[key]) != len(mine[key]):
-                refuse(where, f"state[{key!r}]", f"hold {len(mine[key])} arrays", len(state[key]))
-            for index, (target, given) in enumerate(zip(mine[key], state[key])):
-                name = f"state[{key!r}][{index}]"
-                v = view(given, where, name)
-                if v.shape != tuple(target.shape) or v.device != self._p[0].device:
-                    rule = f"have shape {tuple(target.shape)} on {self._p[0].device}"
-                    refuse(where, name, rule, f"{v.shape} on {v.device}")
-                copies.append(known(given, where, name))
-        for target, given in zip(self.momenta, copies):
+        copies = {key: self._fitting(where, key, state[key], mine[key]) for key in ("momenta", "H", "S")}
+        for target, given in zip(self.momenta, copies["momenta"]):
             target[...] = given
-        count = len(self._layers)
-        rest = copies[len(self.momenta) :]
-        for index in range(count):
-            self._factors.load(index, rest[index], rest[count + index])
+        for index, pair in enumerate(zip(copies["H"], copies["S"])):
+            self._factors.load(index, *pair)
         self._factors.discard()
         self.steps = steps
+
+    def _fitting(self, where: str, key: str, given: Any, targets: list[Any]) -> list[Any]:
+        """`given` as arrays of the kind of `targets`, or a `CafinError`."""
+        if not isinstance(given, (list, tuple)) or len(given) != len(targets):
+            got = len(given) if isinstance(given, (list, tuple)) else repr(given)
+            refuse(where, f"state[{key!r}]", f"be a list of {len(targets)} arrays", got)
+        fitting = []
+        for index, (array, target) in enumerate(zip(given, targets)):
+            name = f"state[{key!r}][{index}]"
+            v, xp = view(array, where, name), array_namespace(target)
+            if v.shape != tuple(target.shape) or v.device != self._p[0].device:
+                rule = f"have shape {tuple(target.shape)} on {place(self._p[0].device)}"
+                refuse(where, name, rule, f"{v.shape} on {place(v.device)}")
+            if v.dtype not in FLOATS:
+                refuse(where, name, f"be one of {', '.join(FLOATS)}", v.dtype, kind=CafinTypeError)
+            array = known(array, where, name)
+            fitting.append(array if array_namespace(array) is xp else xp.asarray(array, device=device_of(target)))
+        return fitting

@@ -22,7 +22,7 @@ from array_api_compat import array_namespace, device
 
 from .errors import CafinTypeError, refuse
 from .layers import Columns, Layer, Patches
-from .rule import Averaging, Hyper
+from .rule import Averaging, Hyper, whole
 
 EPSILON = 1e-6  # of the min-max normalisation; gradients are small, so it matters: never rescale a moment before it
 
@@ -53,6 +53,11 @@ def raw_sums(layer: Layer, h: Any, s: Any) -> RawSums:
         CafinError: the shapes are not this layer's.
     """
     layer.check(tuple(h.shape), tuple(s.shape), "raw_sums")
+    for name, x in (("h", h), ("s", s)):
+        if not array_namespace(x).isdtype(x.dtype, "real floating"):
+            refuse(
+                "raw_sums", f"{name} of {layer.label}", "hold real floating-point numbers", x.dtype, kind=CafinTypeError
+            )
     H, S = layer.columns(tuple(h.shape), tuple(s.shape))
     return RawSums(_column_sums(h, H), _column_sums(s, S), layer.count(tuple(h.shape), tuple(s.shape)))
 
@@ -155,6 +160,7 @@ def update(
     """
     xp = array_namespace(p)
     hyper = Hyper.checked("update", lr, beta, Lambda, weight_decay, decoupled)
+    step = whole("update", "step", step, 1)
     if not hyper.decoupled:
         g = g + hyper.weight_decay * p
     m = hyper.beta * m + (1.0 - hyper.beta) * xp.astype(g, m.dtype)
@@ -168,8 +174,6 @@ def update(
 
 def _column_sums(x: Any, columns: Columns) -> Any:
     xp = array_namespace(x)
-    if not xp.isdtype(x.dtype, "real floating"):
-        refuse("raw_sums", "h, s", "be real floating-point arrays", x.dtype, kind=CafinTypeError)
     if xp.finfo(x.dtype).bits < 32:
         x = xp.astype(x, xp.float32)
     if columns.patches is not None:

@@ -18,7 +18,9 @@ def number(where: str, name: str, value: object) -> float:
         refuse(where, name, "be a number", repr(value), kind=CafinTypeError)
     try:
         result = float(value)
-    except (TypeError, ValueError):
+    except OverflowError:  # an int beyond all floats
+        result = math.inf
+    except (TypeError, ValueError, RuntimeError):  # an array of several elements
         refuse(where, name, "be a single number", repr(value), kind=CafinTypeError)
     if not math.isfinite(result):
         refuse(where, name, "be finite", result)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import allocate
+from .arrays import allocate, on_device
 
 TILE = 128  # columns of a block, as in kernels/common.cuh
 CHUNK = 4096  # elements of a block of the update
@@ -68,38 +68,46 @@ STRUCTS = {
 }
 
 
-class DeviceTable:
-    """An array of structs on a device, refreshed by one asynchronous copy from pinned memory.
+_pinned: dict[tuple[int, int], list[tuple[Any, np.ndarray[Any, Any], Any]]] = {}
 
-    The host never waits: pinned memory that a copy may still be reading is left alone, and another piece is taken.
+
+def _staging(size: int, device: int) -> tuple[Any, np.ndarray[Any, Any], Any]:
+    """(pinned memory, bytes of it, event): `size` bytes that no copy is still reading.
+
+    Kept for good and shared by all tables of a device: CuPy's own pool would hand pinned memory out again while a copy
+    from it still waits. The host never waits: where all pieces are in use, another is taken.
     """
+    import cupy
 
-    def __init__(self, dtype: np.dtype[np.void], length: int, like: Any) -> None:
-        """`length` structs beside the array `like`: on its device, from its framework's allocator."""
-        import cupy
+    pieces = _pinned.setdefault((size, device), [])
+    for piece in pieces:
+        if piece[2].done:
+            return piece
+    memory = cupy.cuda.alloc_pinned_memory(size)
+    pieces.append((memory, np.frombuffer(memory, dtype=np.uint8, count=size), cupy.cuda.Event(disable_timing=True)))
+    return pieces[-1]
 
-        self._cupy = cupy
-        self._runtime = cupy.cuda.runtime
-        self._dtype = dtype
-        self._bytes = dtype.itemsize * max(1, length)
+
+class DeviceTable:
+    """An array of structs on a device, refreshed by one asynchronous copy from pinned memory."""
+
+    def __init__(self, dtype: np.dtype[np.void], length: int, like: Any, device: int) -> None:
+        """`length` structs on `device`, from the allocator of the framework that owns the array `like`."""
         self.rows = np.zeros(length, dtype)
-        self._memory, self.ptr = allocate(like, self._bytes)
-        self._staging: list[tuple[Any, np.ndarray[Any, Any], Any]] = []  # (pinned memory, array on it, event)
+        self._content = self.rows.view(np.uint8)
+        self._device = device
+        self._memory, self.ptr = allocate(like, max(1, self._content.size))
 
     def upload(self, stream: int) -> None:
         """Copy `rows` to the device, ordered on `stream`."""
-        if not len(self.rows):
-            return
-        pinned, staged, event = self._free_staging()
-        staged[...] = self.rows
-        self._runtime.memcpyAsync(self.ptr, pinned.ptr, self._bytes, self._runtime.memcpyHostToDevice, stream)
-        self._runtime.eventRecord(event.ptr, stream)
+        import cupy
 
-    def _free_staging(self) -> tuple[Any, np.ndarray[Any, Any], Any]:
-        for staging in self._staging:
-            if staging[2].done:
-                return staging
-        pinned = self._cupy.cuda.alloc_pinned_memory(self._bytes)
-        array = np.frombuffer(pinned, dtype=self._dtype, count=len(self.rows))
-        self._staging.append((pinned, array, self._cupy.cuda.Event(disable_timing=True)))
-        return self._staging[-1]
+        size = self._content.size
+        if not size:
+            return
+        runtime = cupy.cuda.runtime
+        with on_device(self._device):
+            pinned, staged, event = _staging(1 << (size - 1).bit_length(), self._device)  # a power of two, to share
+            staged[:size] = self._content
+            runtime.memcpyAsync(self.ptr, pinned.ptr, size, runtime.memcpyHostToDevice, stream)
+            runtime.eventRecord(event.ptr, stream)

@@ -15,6 +15,7 @@ from .arrays import (
     known,
     leaves,
     leaves_like,
+    on_stream,
     refuse_overlap,
     same_strides,
     view,
@@ -25,6 +26,7 @@ from .rule import Hyper, whole
 from .runtime import Arguments, Launch, prepare
 
 BLOCK = 256
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 class Layout(NamedTuple):
@@ -44,11 +46,16 @@ class Layout(NamedTuple):
 
 def layout(where: str, name: str, p: View, columns: int) -> Layout:
     """The `Layout` of a parameter, contiguous or channels_last; anything else is refused."""
+    if columns >= 2**32:
+        refuse(where, name, f"have fewer than {2**32} columns", columns, "the kernel counts them in 32 bits")
     if p.contiguous:
         return Layout(p.size, columns, 0, 0)
     if len(p.shape) == 4:
         _, c, height, width = p.shape
         if same_strides(p.shape, p.strides, (c * height * width, 1, width * c, c)):
+            if columns not in (0, c * height * width):
+                rule = f"be contiguous, or have {c * height * width} columns in channels_last memory"
+                refuse(where, name, rule, f"{columns} columns", "pass .contiguous()")
             return Layout(p.size, columns, c, height * width)
     refuse(
         where, name, "be contiguous or channels_last", f"shape {p.shape} with strides {p.strides}", "pass .contiguous()"
@@ -67,18 +74,18 @@ class CudaUpdate:
         prepare(device)
         self._launch = Launch("update", "update", device, BLOCK)
         self._arguments = Arguments(table.Update)
-        self._table = table.DeviceTable(table.Parameter, len(layouts), like)
+        self._table = table.DeviceTable(table.Parameter, len(layouts), like, device)
         for row, layout, (H, S) in zip(self._table.rows, layouts, factors):
             row["H"], row["S"], row["size"], row["columns"] = H, S, layout.size, layout.columns
             row["channels"], row["taps"] = layout.channels, layout.taps
         chunks = [-(-layout.size // table.CHUNK) for layout in layouts]
         self._blocks = sum(chunks)
-        self._chunks = table.DeviceTable(table.Chunk, self._blocks, like)
+        self._chunks = table.DeviceTable(table.Chunk, self._blocks, like, device)
         firsts = np.cumsum([0, *chunks[:-1]])
         self._chunks.rows["parameter"] = np.repeat(np.arange(len(chunks)), chunks)
         self._chunks.rows["number"] = np.arange(self._blocks) - np.repeat(firsts, chunks)
         self._uploaded = False
-        self._last: tuple[Any, ...] = ()
+        self._last: tuple[Any, ...] = (None, None, None, None)
         values = self._arguments.values
         values["parameters"], values["chunks"] = self._table.ptr, self._chunks.ptr
         self._hypers = values["hypers"]
@@ -109,15 +116,19 @@ class CudaUpdate:
                 self(p, shown, m, [scalars[k] for k in part], [w - first if w in part else 0 for w in which], stream)
             return
         if (p, g, m, which) != self._last:
-            rows = self._table.rows
-            for name, addresses in (("p", p), ("g", g), ("m", m)):
-                rows[name] = addresses
-            rows["hyper"] = which
-            rows["vector"] = (rows["p"] | rows["g"] | rows["m"]) % 16 == 0
+            self._fill(p, g, m, which)
             self._table.upload(stream)
             self._last = (p, g, m, which)
         self._hypers[: len(scalars)] = scalars
         self._launch(self._arguments, self._blocks, stream)
+
+    def _fill(self, p: list[int], g: list[int], m: list[int], which: list[int]) -> None:
+        """Write what has changed into the table: from step to step that is mostly the gradients' addresses."""
+        rows = self._table.rows
+        for name, values, last in zip(("p", "g", "m", "hyper"), (p, g, m, which), self._last):
+            if values != last:
+                rows[name] = values
+        rows["vector"] = (rows["p"] | rows["g"] | rows["m"]) & 15 == 0
 
 
 def scalars(hyper: Hyper, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
@@ -216,8 +227,11 @@ def fused_step(
     steps = _steps(where, step, len(p))
     for name, v in zip((name for name, _ in named), p):
         writable(where, name, v)
-    check_momenta(where, p, m)
-    refuse_overlap(where, [(name, v) for (name, _), v in zip(named, p)] + [*_named("momenta", m), *_named("grads", g)])
+    for name, v in named_views("momenta", m):
+        writable(where, name, v)
+    mine = [(name, v) for (name, _), v in zip(named, p)] + named_views("momenta", m)
+    read = [(f"factors[{k}].{letter}", f) for k, pair in enumerate(pairs) if pair for letter, f in zip("HS", pair)]
+    refuse_overlap(where, mine, named_views("grads", g) + read)
 
     if choose(backend, p[0].device, {v.dtype for v in p}, where) == "reference":
         for array, grad, momentum, pair, t in zip(p, g, m, pairs, steps):
@@ -229,24 +243,26 @@ def fused_step(
     assert isinstance(device, int)
     address = current_stream(p[0].owner, device, stream)
     columns = [pair[0].size if pair else 0 for pair in pairs]
+    check_momenta(where, p, m)
     layouts = [layout(where, name, v, n) for (name, _), v, n in zip(named, p, columns)]
-    held = [matching(a, b) for a, b in zip(g, p)]
     pointers = [(pair[0].ptr, pair[1].ptr) if pair else (0, 0) for pair in pairs]
     sets, which = gather([scalars(hyper, t) for t in steps])
-    launch = _launcher(tuple(layouts), tuple(pointers), p[0].owner, device)
-    launch([v.ptr for v in p], [v.ptr for v in held], [v.ptr for v in m], sets, which, address)
+    with on_stream(p[0].owner, device, stream):
+        held = [matching(a, b) for a, b in zip(g, p)]
+        launch = _launcher((tuple(layouts), tuple(pointers), device, address), p[0].owner)
+        launch([v.ptr for v in p], [v.ptr for v in held], [v.ptr for v in m], sets, which, address)
 
 
-_launchers: dict[Any, CudaUpdate] = {}
+_Call = tuple[tuple[Layout, ...], tuple[tuple[int, int], ...], int, int]  # layouts, factors, device, stream
+_launchers: dict[_Call, CudaUpdate] = {}
 
 
-def _launcher(layouts: tuple[Layout, ...], pointers: tuple[tuple[int, int], ...], like: Any, device: int) -> CudaUpdate:
-    """The tables of recent calls: a training loop calls with the same arrays again and again."""
-    key = (layouts, pointers, device)
-    launch = _launchers.pop(key, None) or CudaUpdate(layouts, pointers, like, device)
-    _launchers[key] = launch  # last in order
+def _launcher(call: _Call, like: Any) -> CudaUpdate:
+    """The tables of recent calls: a training loop calls with the same arrays on the same stream again and again."""
+    launch = _launchers.pop(call, None) or CudaUpdate(call[0], call[1], like, call[2])
+    _launchers[call] = launch  # last in order
     if len(_launchers) > 8:
-        del _launchers[next(iter(_launchers))]
+        del _launchers[next(iter(_launchers))]  # its memory was allocated on its own stream, and is freed in that order
     return launch
 
 
@@ -278,27 +294,26 @@ def place(device: int | str) -> str:
 
 
 def check_momenta(where: str, p: list[View], m: list[View]) -> None:
-    """Momenta are written: they need the parameters' memory order."""
-    for index, (a, b) in enumerate(zip(p, m)):
-        writable(where, f"momenta[{index}]", b)
+    """The kernel walks over both in one order."""
+    for (name, b), a in zip(named_views("momenta", m), p):
         if not same_strides(a.shape, a.strides, b.strides):
             rule = f"have the parameter's strides {a.strides}"
-            refuse(where, f"momenta[{index}]", rule, b.strides, "make it with zeros_like(parameter)")
+            refuse(where, name, rule, b.strides, "make it with zeros_like(parameter)")
 
 
 def writable(where: str, name: str, v: View) -> None:
     """Refuse an array that cannot be updated in place."""
-    if not v.writable:
+    if not v.writable or not hasattr(v.owner, "__setitem__"):
         refuse(
             where, name, "be writable, as it is updated in place", "a read-only array", "pass a copy", CafinTypeError
         )
-    if v.dtype not in ("float16", "bfloat16", "float32", "float64"):
+    if v.dtype not in FLOATS:
         refuse(where, name, "hold real floating-point numbers", v.dtype, kind=CafinTypeError)
     if v.size and any(s == 0 and n > 1 for n, s in zip(v.shape, v.strides)):
         refuse(where, name, "have one element of memory for each entry", f"strides {v.strides}", "pass a copy")
 
 
-def _named(path: str, views: list[View]) -> list[tuple[str, View]]:
+def named_views(path: str, views: list[View]) -> list[tuple[str, View]]:
     return [(f"{path}[{index}]", v) for index, v in enumerate(views)]
 
 

@@ -1,0 +1,75 @@
+# `make train` and `make test` are the whole set-up: the first call makes .venv and installs into it, later calls reuse it.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+PYTEST_ARGS ?= -n auto --maxprocesses=4
+PY := $(VENV)/bin/python
+
+# The CUDA version of the driver picks the CuPy wheels. `make GPU=cuda12 train` overrules it, `GPU=` goes without.
+GPU := $(shell v=$$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Za-z ]*Version *: *\([0-9][0-9]*\).*/\1/p' | head -n 1); \
+         if [ "$${v:-0}" -ge 13 ]; then echo cuda13; elif [ "$${v:-0}" -eq 12 ]; then echo cuda12; fi)
+# Without a GPU the tests still compile every kernel, which takes NVRTC; its wheels exist for Linux.
+NVRTC := $(or $(GPU),$(if $(filter Linux,$(shell uname)),cuda12))
+
+comma := ,
+with = $(1)$(if $(2),$(comma)$(2))
+EXTRAS_train := $(call with,train,$(GPU))
+EXTRAS_bench := $(call with,bench,$(GPU))
+EXTRAS_test := $(call with,test,$(NVRTC))
+EXTRAS_check := $(call with,test$(comma)dev,$(NVRTC))
+# What an installation serves besides itself.
+SERVES_test := train bench
+SERVES_check := train bench test
+
+# The tests run in several processes; threads on top of them would only wait for each other.
+test check package: export OMP_NUM_THREADS := 1
+
+.PHONY: help train doctor bench test check package clean
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1	\2/p' Makefile
+
+train: $(VENV)/.for-train ## train a small network on handwritten digits; ARGS='--optimizer adamw' passes options
+	$(PY) -m cafin_cupy train $(ARGS)
+
+doctor: $(VENV)/.for-train ## say which backend will run here, and why
+	$(PY) -m cafin_cupy doctor $(ARGS)
+
+bench: $(VENV)/.for-bench ## measure against the other optimizers on this machine
+	$(PY) -m bench $(ARGS)
+
+test: $(VENV)/.for-test ## run the tests; those that need a GPU are skipped where there is none
+	$(PY) -m pytest $(PYTEST_ARGS) $(ARGS)
+
+check: $(VENV)/.for-check ## format, lint, types, tests, then the tests again on the built wheel
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy cafin_cupy adapters
+	$(PY) -m pytest $(PYTEST_ARGS)
+	$(MAKE) package
+
+# The source tree is deleted from the unpacked sdist, so its tests can only find the installed wheel. The second
+# environment sees the packages of the first through a .pth file; the wheel itself comes first on its path.
+package: $(VENV)/.for-check ## build the sdist, from it the wheel, and run the sdist's tests on the installed wheel
+	rm -rf build dist
+	$(PY) -m build --outdir dist .
+	@set -e; tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
+	$(PY) -m venv "$$tmp/venv"; py="$$tmp/venv/bin/python"; \
+	"$$py" -m pip install --quiet --no-deps dist/*.whl; \
+	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	    >"$$("$$py" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"; \
+	tar -xzf dist/*.tar.gz -C "$$tmp"; cd "$$tmp"/cafin_cupy-*; rm -rf cafin_cupy adapters kernels; \
+	"$$py" -m pytest $(PYTEST_ARGS)
+
+clean: ## remove what builds and tests leave behind (.venv stays)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit("cafin_cupy needs Python 3.10 or later, this is %d.%d; name another: make PYTHON=python3.12 ..." % sys.version_info[:2] if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.for-%: setup.cfg pyproject.toml constraints.txt | $(PY)
+	$(PY) -m pip install --constraint constraints.txt --editable '.[$(EXTRAS_$*)]'
+	@touch $(patsubst %,$(VENV)/.for-%,$* $(SERVES_$*))

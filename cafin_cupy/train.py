@@ -1,0 +1,299 @@
+"""`python -m cafin_cupy train`: a small residual network on handwritten digits, to see the optimizer at work.
+
+The same seed on the same machine gives the same numbers, however many cores it has to spare.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from tqdm import tqdm
+
+from . import digits, rule, runtime
+from .backend import requested
+from .errors import refuse
+
+# What suits each optimizer on this very task. Parity averaging leaves F near Lambda: a step is that of momentum SGD
+# with lr / Lambda, here 1, where PyTorch's SGD, whose momentum is a sum and no mean, would say 0.1. By the paper's rule
+# the factors fill [0, 1] and F rises to 1. The decoupled decay shrinks a weight by lr * weight_decay, here 5e-4 too.
+DEFAULTS: dict[tuple[str, str], dict[str, float]] = {
+    ("adafisher", "parity"): {"lr": 1e-3, "Lambda": 1e-3, "weight_decay": 5e-4, "TCov": 10},
+    ("adafisher", "paper"): {"lr": 1e-2, "Lambda": 1e-2, "weight_decay": 5e-4, "TCov": 10},
+    ("adafisherw", "parity"): {"lr": 1e-3, "Lambda": 1e-3, "weight_decay": 0.5, "TCov": 10},
+    ("adafisherw", "paper"): {"lr": 1e-2, "Lambda": 1e-2, "weight_decay": 0.05, "TCov": 10},
+    ("adamw", ""): {"lr": 3e-3, "weight_decay": 1e-2},
+    ("sgd", ""): {"lr": 0.1, "weight_decay": 5e-4},
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to train and how. None takes the default of the optimizer (`DEFAULTS`).
+
+    Raises:
+        CafinError: a value is out of range, the device is missing, or `output` cannot be a file.
+    """
+
+    optimizer: str = "adafisher"
+    device: str = "auto"
+    backend: str | None = None
+    epochs: int = 12
+    batch_size: int = 64
+    lr: float | None = None
+    Lambda: float | None = None
+    TCov: int | None = None
+    gamma: float = rule.DEFAULT_GAMMA
+    averaging: str = "parity"
+    weight_decay: float | None = None
+    seed: int = 0
+    output: Path = Path("training.png")
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        key = (self.optimizer, self.averaging if self.adafisher else "")
+        if key not in DEFAULTS:
+            refuse("train", "optimizer, averaging", f"be one of {sorted(DEFAULTS)}", key)
+        for name in ("backend", "Lambda", "TCov"):
+            if not self.adafisher and getattr(self, name) is not None:
+                refuse("train", name, "be given for AdaFisher alone", f"one for {self.optimizer}", "leave it out")
+        for name, value in DEFAULTS[key].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        rule.whole("train", "epochs", self.epochs, 1)
+        rule.whole("train", "batch_size", self.batch_size, 2)  # BatchNorm needs two values of each channel
+        rule.whole("train", "seed", self.seed, 0)
+        rule.at_least("train", "lr", self.lr, 0.0, strict=True)
+        rule.at_least("train", "weight_decay", self.weight_decay, 0.0)
+        if self.device == "cuda" and not torch.cuda.is_available():
+            refuse("train", "device", "be a GPU that PyTorch sees", "none", "`python -m cafin_cupy doctor` tells why")
+        if not self.output.parent.is_dir() or self.output.is_dir():
+            refuse("train", "output", "be a file in a folder that exists", self.output)
+
+    @property
+    def adafisher(self) -> bool:
+        return self.optimizer.startswith("adafisher")
+
+    @property
+    def where(self) -> torch.device:
+        """The device that `device` stands for."""
+        return torch.device("cuda" if self.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One pass over the training images: mean loss, share of right answers on both sets, seconds."""
+
+    loss: float
+    train_accuracy: float
+    test_accuracy: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """Everything the program reports.
+
+    Attributes:
+        epochs: one entry for each.
+        backend: which backend ran, and why.
+        step_seconds: median of a whole step: forward, backward, update.
+        update_seconds: median of `optimizer.step()` alone, on steps that refresh no factors.
+        factor_seconds: what a step that refreshes factors takes longer; None where all steps do, or none.
+        seconds: the whole run.
+    """
+
+    epochs: list[Epoch]
+    backend: str
+    step_seconds: float
+    update_seconds: float
+    factor_seconds: float | None
+    seconds: float
+
+    @property
+    def accuracy(self) -> float:
+        return self.epochs[-1].test_accuracy
+
+
+def build_optimizer(settings: Settings, model: nn.Module) -> tuple[torch.optim.Optimizer, str]:
+    """The optimizer, and one sentence on the backend that it will use."""
+    if settings.optimizer == "adamw":
+        adamw = torch.optim.AdamW(model.parameters(), settings.lr or 0.0, weight_decay=settings.weight_decay or 0.0)
+        return adamw, "PyTorch's own AdamW"
+    if settings.optimizer == "sgd":
+        sgd = torch.optim.SGD(model.parameters(), settings.lr or 0.0, 0.9, weight_decay=settings.weight_decay or 0.0)
+        return sgd, "PyTorch's own SGD, momentum 0.9"
+    from .adapters.torch import AdaFisher, AdaFisherW
+
+    kind = AdaFisher if settings.optimizer == "adafisher" else AdaFisherW
+    optimizer = kind(
+        model,
+        lr=settings.lr,
+        Lambda=settings.Lambda,
+        gamma=settings.gamma,
+        TCov=settings.TCov,
+        weight_decay=settings.weight_decay,
+        averaging=settings.averaging,
+        backend=settings.backend,
+    )
+    return optimizer, f"{optimizer.backend}: {_why(settings, str(optimizer.backend))}"
+
+
+def _why(settings: Settings, backend: str) -> str:
+    if requested(settings.backend, "train"):
+        return f"asked for by {'--backend' if settings.backend else 'the environment variable CAFIN_BACKEND'}"
+    if backend == "cuda":
+        return f"fused kernels on {torch.cuda.get_device_name()}"
+    if settings.where.type == "cpu":
+        return "the network is on the CPU" + ("" if settings.device == "cpu" else ", PyTorch sees no GPU")
+    return runtime.cuda_problem() or "the kernels do not compile here"
+
+
+class Stopwatch:
+    """Marks between the parts of each step: CUDA events on a GPU, which stop nothing, else the clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.plain: list[tuple[Any, Any, Any]] = []
+        self.sampled: list[tuple[Any, Any, Any]] = []
+
+    def mark(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def medians(self, steps: list[tuple[Any, Any, Any]]) -> tuple[float, float]:
+        """Median seconds of the whole step and of its update."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        whole = [self._between(start, end) for start, _, end in steps]
+        update = [self._between(middle, end) for _, middle, end in steps]
+        return median(whole), median(update)
+
+    def _between(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end)) / 1e3 if self.cuda else float(end - start)
+
+
+def train(settings: Settings) -> Result:
+    """Train as `settings` say; prints one line for each epoch unless quiet. Draws nothing."""
+    began = time.perf_counter()
+    device = settings.where
+    torch.manual_seed(settings.seed)
+    generator = torch.Generator().manual_seed(settings.seed)
+    x, y, x_test, y_test = digits.load(device)
+    model = digits.Network().to(device)
+    optimizer, backend = build_optimizer(settings, model)
+    watch = Stopwatch(device)
+    if not settings.quiet:
+        print(f"{settings.optimizer} on {device}; backend {backend}")
+    batches = len(x) // settings.batch_size or 1
+    steps = settings.epochs * batches
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    epochs = []
+    bar = tqdm(total=steps, unit="step", leave=False, disable=True if settings.quiet else None)
+    with bar, torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
+        for epoch in range(settings.epochs):
+            start = time.perf_counter()
+            bar.set_description(f"epoch {epoch + 1}/{settings.epochs}")
+            model.train()
+            loss_sum, right = torch.zeros((), device=device), torch.zeros((), device=device)
+            order = torch.randperm(len(x), generator=generator).to(device)
+            for batch in order[: batches * settings.batch_size].chunk(batches):
+                images, labels = digits.shifted(x[batch], generator), y[batch]
+                loss, logits = _step(model, optimizer, watch, images, labels)
+                schedule.step()
+                loss_sum += loss
+                right += (logits.argmax(1) == labels).sum()
+                bar.update()
+            seen = min(len(x), batches * settings.batch_size)
+            line = Epoch(
+                loss_sum.item() / batches,
+                right.item() / seen,
+                accuracy(model, x_test, y_test),
+                time.perf_counter() - start,
+            )
+            epochs.append(line)
+            if not settings.quiet:
+                tqdm.write(
+                    f"epoch {epoch + 1:3d}  loss {line.loss:.4f}  train {line.train_accuracy:7.2%}  "
+                    f"test {line.test_accuracy:7.2%}  {line.seconds:.2f} s"
+                )
+    return _result(epochs, backend, watch, time.perf_counter() - began)
+
+
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, watch: Stopwatch, images: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sampled = bool(getattr(optimizer, "samples", False))
+    optimizer.zero_grad()
+    start = watch.mark()
+    logits = model(images)
+    loss = functional.cross_entropy(logits, labels)
+    loss.backward()
+    middle = watch.mark()
+    optimizer.step()
+    (watch.sampled if sampled else watch.plain).append((start, middle, watch.mark()))
+    return loss.detach(), logits.detach()
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
+    """Share of right answers, in evaluation mode."""
+    model.eval()
+    return (model(x).argmax(1) == y).float().mean().item()
+
+
+def _result(epochs: list[Epoch], backend: str, watch: Stopwatch, seconds: float) -> Result:
+    step, update = watch.medians(watch.plain or watch.sampled)
+    factors = watch.medians(watch.sampled)[0] - step if watch.plain and watch.sampled else None
+    return Result(epochs, backend, step, update, factors, seconds)
+
+
+def draw(settings: Settings, result: Result) -> None:
+    """Write the curves of loss and accuracy to `settings.output`, as PNG."""
+    from matplotlib.figure import Figure  # not pyplot, which would look for a display
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    numbers = range(1, len(result.epochs) + 1)
+    left.semilogy(numbers, [epoch.loss for epoch in result.epochs], color="tab:blue", marker=".")
+    left.set(title="training loss", xlabel="epoch", ylabel="cross-entropy")
+    for part, color in (("train", "tab:blue"), ("test", "tab:orange")):
+        percent = [100 * getattr(epoch, f"{part}_accuracy") for epoch in result.epochs]
+        right.plot(numbers, percent, color=color, marker=".", label=part)
+    right.set(title=f"accuracy: test {result.accuracy:.2%}", xlabel="epoch", ylabel="%")
+    right.legend(loc="lower right")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.suptitle(f"{settings.optimizer}, {settings.where.type}, seed {settings.seed}")
+    figure.savefig(settings.output, format="png", dpi=120)
+
+
+def report(settings: Settings) -> int:
+    """Train, draw, and print the summary; returns the exit code. PyTorch is held to one CPU thread.
+
+    More would hardly help so small a network, wait for each other on a busy machine, and change the order of sums.
+    """
+    torch.set_num_threads(1)
+    result = train(settings)
+    draw(settings, result)
+    clock = "CUDA events" if settings.where.type == "cuda" else "perf_counter"
+    share = result.update_seconds / result.step_seconds
+    print(f"test accuracy {result.accuracy:.2%} after {len(result.epochs)} epochs, {result.seconds:.1f} s in all")
+    print(
+        f"optimizer.step() {1e3 * result.update_seconds:.2f} ms of a {1e3 * result.step_seconds:.2f} ms step: "
+        f"{share:.0%} (median, {clock})"
+    )
+    if result.factor_seconds is not None:
+        print(f"factors: {1e3 * result.factor_seconds:+.2f} ms on one step in {settings.TCov}, forward to update")
+    print(f"curves in {settings.output}")
+    return 0

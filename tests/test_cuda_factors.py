@@ -1,0 +1,165 @@
+"""How the kernels read arrays, checked without a GPU; and the bookkeeping of partial sums over calls and steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import LAYOUTS, RAW, Case, Device, bounds, cases, close, convolutions, lay, numpy_of, seeds
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from cafin_cupy import AdaFisher, Conv2d, LayerNorm, Linear, reference
+from cafin_cupy.arrays import view
+from cafin_cupy.cuda_factors import ENOUGH_BLOCKS, LEAST_ROWS, WARPS, Matrix, matrix, split
+
+
+def read(array: np.ndarray, how: Matrix) -> np.ndarray:
+    """(rows, segments * run): what the kernel column_sums reads, by addresses alone."""
+    place = np.arange(how.rows)[:, None] * how.stride + np.arange(how.segments * how.run)
+    reach = int(place.max()) + 1
+    return np.lib.stride_tricks.as_strided(array, (reach,), (array.itemsize,))[place]
+
+
+def sums(case: Case, array: np.ndarray, which: int, how: Matrix) -> np.ndarray:
+    """The raw sums that column_sums and fold would make of it."""
+    columns = case.layer().columns(case.h, case.s)[which]
+    x = read(array, how)
+    if columns.patches is not None:
+        channels, height, width = case.h[1:]
+        pixels = np.sum(x**2, axis=0)
+        c, y, x = np.ogrid[:channels, :height, :width]
+        image = pixels[c * how.steps[0] + y * how.steps[1] + x * how.steps[2]]
+        return reference._fold(np, image, columns.patches)
+    return (x**columns.power).sum(axis=0).reshape(how.segments, how.run).sum(axis=1) * columns.scale
+
+
+def in_place(case: Case, layout: str, shape: tuple[int, ...]) -> bool:
+    """Layouts that must be read as they lie: samples at any distance, channels_last images."""
+    if case.kind in (Linear, LayerNorm) and layout == "channels_last":
+        return len(shape) != 4
+    return layout in ("contiguous", "offset", "channels_last") or (layout == "sliced" and case.kind is Conv2d)
+
+
+IMAGE_NORM = Case(LayerNorm, (3, 4, 5), True, (2, 3, 4, 5), (2, 3, 4, 5))  # its results have the pixels' order
+
+
+@given(cases, seeds, st.sampled_from(LAYOUTS))
+@example(IMAGE_NORM, 0, "channels_last")
+def test_arrays_are_read_as_they_lie(case: Case, seed: int, layout: str) -> None:
+    arrays = [lay(np, x, layout) for x in case.data(seed)]
+    wanted = reference.raw_sums(case.layer(), *arrays)
+    limits = reference.raw_sums(case.layer(), *map(abs, arrays))
+    for which, array in enumerate(arrays):
+        how = matrix(view(array), case.layer().columns(case.h, case.s)[which])
+        if how is None:
+            assert not in_place(case, layout, array.shape)
+        else:
+            close(sums(case, array, which, how), wanted[which], 1e-12, limits[which])
+
+
+@given(convolutions(), st.sampled_from(["contiguous", "channels_last"]))
+def test_a_single_image_has_its_pixels_in_order(case: Case, layout: str) -> None:
+    case = case._replace(h=(1, *case.h[1:]), s=(1, *case.s[1:]))
+    h, s = (lay(np, x, layout) for x in case.data())
+    how = matrix(view(h), case.layer().columns(case.h, case.s)[0])
+    assert how is not None
+    close(sums(case, h, 0, how), reference.raw_sums(case.layer(), h, s).H, 1e-12)
+
+
+def test_rows_of_a_sequence_are_read_without_a_copy() -> None:
+    tokens = np.random.default_rng(0).normal(size=(6, 5, 8))
+    columns = Linear(np.zeros((3, 8))).columns((6, 8), (6, 3))[0]
+    assert matrix(view(tokens[:, 2]), columns) == Matrix(6, 40, 8, 1)
+    assert matrix(view(np.broadcast_to(tokens[0, 0], (6, 8))), columns) == Matrix(6, 0, 8, 1)
+    assert matrix(view(tokens[:, :, 2][:, :5]), Linear(np.zeros((3, 5))).columns((6, 5), (6, 3))[0]) is None
+
+
+@given(st.integers(1, 10**7), st.integers(1, 10**5))
+def test_split(rows: int, tiles: int) -> None:
+    slices, height = split(rows, tiles)
+    assert slices >= 1 and height % WARPS == 0
+    assert (slices - 1) * height < rows <= slices * height  # every slice has rows, and every row a slice
+    assert slices == 1 or height >= LEAST_ROWS
+    assert slices <= max(1, -(-ENOUGH_BLOCKS // tiles))
+
+
+CALLS = [
+    Case(Linear, (6, 20), True, (0, 20), (0, 6)),
+    Case(Conv2d, (4, 3, 3, 3), True, (0, 3, 9, 8), (0, 4, 9, 8), {"padding": 1}),
+    Case(Conv2d, (6, 1, 3, 2), False, (0, 3, 7, 6), (0, 6, 3, 5), {"stride": (2, 1), "groups": 3}),
+    Case(LayerNorm, (11,), True, (0, 5, 11), (0, 5, 11)),
+]
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(
+                st.integers(0, 3), st.integers(1, 40), st.sampled_from(["contiguous", "channels_last", "sliced"])
+            ),
+            max_size=8,
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_calls_in_any_order_add_up(device: Device, steps: list[list[tuple[int, int, str]]]) -> None:
+    """Any layers, batch sizes and layouts, in any order, over several steps: a step has the sums of its own calls."""
+    layers = [case.layer(lambda shape: device.zeros(*shape)) for case in CALLS]
+    opt = AdaFisher([a.weight for a in layers], layers, averaging=RAW, TCov=1, backend=device.backend)
+    known = [tuple(numpy_of(F) for F in pair) for pair in opt.factors().values()]
+    for number, calls in enumerate(steps):
+        seen: dict[int, list[Any]] = {}
+        for place, (index, batch, layout) in enumerate(calls):
+            case = CALLS[index]
+            pair = case._replace(h=(batch, *case.h[1:]), s=(batch, *case.s[1:])).data(100 * number + place)
+            opt.accumulate(layers[index], *(device.array(x, layout) for x in pair))
+            seen.setdefault(index, []).append(pair)
+        opt.step([device.zeros(*a.weight.shape) for a in layers])
+        for index, (name, pair) in enumerate(opt.factors().items()):
+            if index not in seen:  # no call: the factors stay
+                for now, then in zip(pair, known[index]):
+                    np.testing.assert_array_equal(numpy_of(now), then, err_msg=name)
+                continue
+            h, s = (np.concatenate(parts) for parts in zip(*seen[index]))
+            case, layer = CALLS[index], CALLS[index].layer()
+            want = reference.raw_moments(layer, reference.raw_sums(layer, h, s))
+            for got, exact, bound in zip(pair, want, bounds(case, h, s)):
+                close(got, exact, device.tolerance, bound)
+            known[index] = tuple(numpy_of(F) for F in pair)
+
+
+def test_discard_forgets_the_calls(device: Device) -> None:
+    case = CALLS[0]._replace(h=(7, 20), s=(7, 6))
+    layer = case.layer(lambda shape: device.zeros(*shape))
+    opt = AdaFisher([layer.weight], [layer], averaging=RAW, TCov=1, backend=device.backend)
+    for seed in (1, 2):
+        opt.accumulate(layer, *(device.array(x) for x in case.data(seed)))
+        if seed == 1:
+            opt.discard()
+    opt.step([device.zeros(6, 20)])
+    want = reference.raw_moments(case.layer(), reference.raw_sums(case.layer(), *case.data(2)))
+    for got, exact in zip(opt.factors()["0"], want):
+        close(got, exact, device.tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wanted", ["kernels", "reference"])
+def test_many_layers_of_many_sizes(wanted: str) -> None:
+    """300 layers in one fold and one average; both backends on the GPU's own arrays."""
+    import cupy
+
+    rng = np.random.default_rng(3)
+    shapes = [(int(a), int(b)) for a, b in rng.integers(1, 70, (300, 2))]
+    layers = [Linear(cupy.zeros(shape, cupy.float32), cupy.zeros(shape[0], cupy.float32)) for shape in shapes]
+    params = [a for layer in layers for a in (layer.weight, layer.bias)]
+    opt = AdaFisher(params, layers, averaging=RAW, backend="cuda" if wanted == "kernels" else "reference")
+    data = [(rng.normal(size=(9, b)), rng.normal(size=(9, a))) for a, b in shapes]
+    for layer, (h, s) in zip(layers, data):
+        opt.accumulate(layer, cupy.asarray(h, cupy.float32), cupy.asarray(s, cupy.float32))
+    opt.step([cupy.zeros_like(p) for p in params])
+    for (H, S), (h, s) in zip(opt.factors().values(), data):
+        close(H, np.append((h**2).mean(axis=0), 1.0), 1e-5)
+        close(S, (s**2).mean(axis=0), 1e-5)

@@ -1,0 +1,206 @@
+"""The factors of all layer types through the public optimizer: reference and kernels, every geometry and layout."""
+
+from __future__ import annotations
+
+import math
+from importlib import import_module
+
+import numpy as np
+import pytest
+from helpers import (
+    EXAMPLES,
+    LAYOUTS,
+    RAW,
+    Case,
+    Device,
+    bounds,
+    cases,
+    close,
+    convolutions,
+    example_id,
+    layer_norms,
+    moments,
+    numpy_of,
+    run_raw,
+    same_bits,
+    seeds,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cafin_cupy import AdaFisher, Averaging, BatchNorm2d, Conv2d, LayerNorm, Linear, reference
+from cafin_cupy.factors import ReferenceFactors
+
+
+def agrees(device: Device, case: Case, h: np.ndarray, s: np.ndarray, first: str, second: str) -> None:
+    got = run_raw(device, case, [(device.array(h, first), device.array(s, second))])
+    for mine, want, bound in zip(got, moments(case, h, s), bounds(case, h, s)):
+        close(mine, want, device.tolerance, bound)
+
+
+@given(cases, seeds, st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS))
+def test_moments_are_the_reference_ones(device: Device, case: Case, seed: int, first: str, second: str) -> None:
+    h, s = case.data(seed)
+    agrees(device, case, h, s, first, second)
+
+
+BIG = [
+    Case(Linear, (3, 300), True, (8191, 300), (8191, 3)),  # a long batch of few columns
+    Case(Linear, (1031, 1021), False, (1031, 1021), (1031, 1031)),  # primes
+    Case(Conv2d, (7, 3, 3, 3), True, (5, 3, 293, 271), (5, 7, 147, 136), {"stride": 2, "padding": 1}),
+    Case(Conv2d, (64, 1, 3, 3), True, (9, 64, 47, 41), (9, 64, 47, 41), {"padding": 1, "groups": 64}),
+    Case(BatchNorm2d, (37,), True, (31, 37, 31, 31), (31, 37, 31, 31)),
+    Case(LayerNorm, (1031,), True, (8, 129, 1031), (8, 129, 1031)),
+]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "offset"])
+@pytest.mark.parametrize("case", BIG, ids=lambda case: f"{case.kind.__name__}-{'x'.join(map(str, case.h))}")
+def test_moments_of_large_layers(device: Device, case: Case, layout: str) -> None:
+    h, s = case.data()
+    agrees(device, case, h, s, layout, layout)
+
+
+@given(convolutions(), seeds)
+def test_convolution_of_one_sample(device: Device, case: Case, seed: int) -> None:
+    """A batch of one leaves the axis of samples without a stride to read it by."""
+    case = case._replace(h=(1, *case.h[1:]), s=(1, *case.s[1:]))
+    h, s = case.data(seed)
+    for layout in ("contiguous", "channels_last"):
+        agrees(device, case, h, s, layout, layout)
+
+
+def test_layer_norm_over_channels_last_images(device: Device) -> None:
+    case = Case(LayerNorm, (3, 4, 5), True, (2, 3, 4, 5), (2, 3, 4, 5))
+    h, s = case.data()
+    agrees(device, case, h, s, "channels_last", "channels_last")
+
+
+def test_rows_taken_out_of_a_sequence(device: Device) -> None:
+    """The first token of each sequence, as classifiers use it: rows far apart."""
+    case = Case(Linear, (3, 8), True, (6, 8), (6, 3))
+    h, s = case.data()
+    tokens, grads = device.zeros(6, 5, 8) + 7.0, device.zeros(6, 5, 3) + 7.0
+    tokens[:, 0], grads[:, 2] = device.array(h), device.array(s)
+    for mine, want in zip(run_raw(device, case, [(tokens[:, 0], grads[:, 2])]), moments(case, h, s)):
+        close(mine, want, device.tolerance)
+
+
+def test_expanded_arrays(device: Device) -> None:
+    """The gradient of a sum is one number, expanded."""
+    xp = import_module(device.framework)
+    for case in EXAMPLES:
+        h, s = np.full(case.h, 3.0), np.broadcast_to(np.arange(1.0, case.s[-1] + 1), case.s)
+        pair = xp.broadcast_to(device.array(3.0), case.h), xp.broadcast_to(device.array(s[(0,) * (s.ndim - 1)]), case.s)
+        for mine, want in zip(run_raw(device, case, [pair]), moments(case, h, s)):
+            close(mine, want, device.tolerance)
+
+
+@given(layer_norms(), seeds)
+def test_sequences_of_different_lengths_in_one_step(device: Device, case: Case, seed: int) -> None:
+    """Calls whose geometry changes back and forth add up as the reference's sums do."""
+    shapes = [(2, length, *case.weight) for length in (3, 7, 3, 1)]
+    pairs = [case._replace(h=shape, s=shape).data(seed + k) for k, shape in enumerate(shapes)]
+    longest = [np.pad(h, [(0, 0), (0, 7 - h.shape[1])] + [(0, 0)] * len(case.weight)) for h, _ in pairs]
+    H, S = run_raw(device, case, [(device.array(h), device.array(s)) for h, s in pairs])
+    u = sum(np.sum(h, axis=0) for h in longest).reshape(7, -1).sum(axis=1) / np.prod(case.weight) ** 2
+    total = sum(np.sum(s, axis=(0, 1)) for _, s in pairs).reshape(-1)
+    size = sum(np.sum(abs(h)) for h, _ in pairs) / np.prod(case.weight) ** 2
+    weight = sum(np.sum(abs(s), axis=(0, 1)) for _, s in pairs).reshape(-1)
+    close(H, [np.sum(u**2) / 64, 7 / 64], device.tolerance, [size**2 / 64, 7 / 64])
+    close(S, total**2 / 8, device.tolerance, weight**2 / 8)
+
+
+@pytest.mark.parametrize("case", EXAMPLES, ids=example_id)
+@pytest.mark.parametrize("rule", [Averaging.parity(), Averaging.paper()], ids=["parity", "paper"])
+def test_a_nan_in_one_batch_costs_one_refresh(device: Device, case: Case, rule: Averaging) -> None:
+    layer, other = (case.layer(lambda shape: device.zeros(*shape)) for _ in range(2))
+    opt = AdaFisher([layer.weight, other.weight], [layer, other], averaging=rule, TCov=1, backend=device.backend)
+    h, s = (device.array(x) for x in case.data())
+    zeros = [device.zeros(*case.weight)] * 2
+    zeros = [z + 0 for z in zeros]
+    for array in (h, s):
+        before = [numpy_of(F) for F in opt.factors()["0"]]
+        flat = array.reshape(-1)
+        kept = float(flat[0])
+        flat[0] = math.nan
+        opt.accumulate(layer, h, s)
+        flat[0] = kept
+        opt.accumulate(other, h, s)
+        opt.step(zeros)
+        for now, then in zip(opt.factors()["0"], before):
+            same_bits(now, then)
+        opt.accumulate(layer, h, s)  # a later batch counts as if nothing had been
+        opt.step(zeros)
+        assert np.all(np.isfinite(numpy_of(opt.factors()["0"][1])))
+        assert numpy_of(opt.factors()["0"][1]).tobytes() != before[1].tobytes() or len(before[1]) == 1
+    assert all(np.all(np.isfinite(numpy_of(F))) for F in opt.factors()["1"])
+
+
+def test_an_infinite_moment_counts_as_one(device: Device) -> None:
+    """float32 squares overflow above 1.8e19; so do float64 ones above 1.3e154."""
+    huge = 1e30 if device.dtype == "float32" else 1e200
+    case = Case(Linear, (3, 2), False, (4, 2), (4, 3))
+    h, s = np.ones(case.h), np.ones(case.s) * [0.5, huge, 0.25]
+    with np.errstate(over="ignore"):
+        H, S = run_raw(device, case, [(device.array(h), device.array(s))])
+    np.testing.assert_array_equal(H, [1.0, 1.0])
+    np.testing.assert_array_equal(S, [0.25, 1.0, 0.0625])
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0, 3.0], [5.0, 5.0, 5.0], [1e-3, 2e-3, 1.5e-3], [1e-5, 0.0, 3e-5]])
+@pytest.mark.parametrize("rule", ["parity", "paper"])
+def test_factors_by_hand(device: Device, values: list[float], rule: str) -> None:
+    """One row, so the raw moments are squares. Small ones show the 1e-6 of the normalisation."""
+    weight = device.zeros(3, 3)
+    layer = Linear(weight)
+    opt = AdaFisher([weight], [layer], averaging=rule, gamma=0.5, TCov=1, backend=device.backend)
+    x = np.array(values)
+    opt.accumulate(layer, device.array(x), device.array(x[::-1].copy()))
+    opt.step([device.zeros(3, 3)])
+    square = x**2
+    normal = (square - min(square)) / (max(square) - min(square) + 1e-6)
+    want = 0.05 + 0.005 * normal if rule == "parity" else 0.5 + 0.5 * square
+    for F, expected in zip(opt.factors()["0"], (want, want[::-1])):
+        close(F, expected, max(1e-6, device.tolerance / 10) if device.dtype == "float32" else 1e-12)
+
+
+def test_empty_batches_add_nothing(device: Device) -> None:
+    for case in EXAMPLES:
+        h, s = case.data()
+        none = device.zeros(0, *case.h[1:]), device.zeros(0, *case.s[1:])
+        full = device.array(h), device.array(s)
+        for got, want in zip(run_raw(device, case, [none, full, none]), run_raw(device, case, [full])):
+            same_bits(got, want)
+        for got in run_raw(device, case, [none]):
+            np.testing.assert_array_equal(got, 1.0)  # as they started
+
+
+def test_views_of_the_factors_stay_valid() -> None:
+    layer = EXAMPLES[0].layer()
+    factors = ReferenceFactors([layer], RAW)
+    (H, S), (bias_H, bias_S) = factors.of_weight(0), factors.of_bias(0)
+    assert (len(H), len(S), len(bias_H), len(bias_S)) == (5, 3, 1, 3)
+    np.testing.assert_array_equal(H, 0.0)  # normalize(ones)
+    assert not factors.pending
+    factors.accumulate(0, *EXAMPLES[0].data())
+    assert factors.pending
+    factors.update()
+    assert not factors.pending
+    raw = moments(EXAMPLES[0], *EXAMPLES[0].data())
+    for F, want in zip((np.concatenate([H, bias_H]), S), raw):
+        np.testing.assert_allclose(F, reference.normalize(want), rtol=1e-12)
+    factors.accumulate(0, *EXAMPLES[0].data())
+    factors.discard()
+    assert not factors.pending
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_precision_of_the_factors(dtype: str) -> None:
+    """float64 for float64 weights, and for averages of raw moments: the ones they start from would drown small ones."""
+    working = "float64" if dtype == "float64" else "float32"
+    for rule in (Averaging.parity(), Averaging.paper()):
+        factors = ReferenceFactors([Linear(np.zeros((2, 3), dtype))], rule)
+        state = "float64" if rule.normalize == "after" else working
+        assert {str(F.dtype) for F in (*factors.H, *factors.S)} == {state}
+        assert {str(F.dtype) for F in (*factors.H_effective, *factors.S_effective)} == {working}

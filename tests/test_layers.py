@@ -1,0 +1,132 @@
+"""Layer descriptors: sizes, what they hold, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import cases, refuses
+from hypothesis import given
+
+from cafin_cupy import BatchNorm2d, CafinError, CafinTypeError, CafinValueError, Conv2d, LayerNorm, Linear
+from cafin_cupy.layers import Layer
+
+SIZES = [
+    # kind, weight, options, then H and S sizes without a bias, and with one
+    (Linear, (3, 5), {}, (5, 3), (6, 3)),
+    (Linear, (1, 1), {}, (1, 1), (2, 1)),
+    (Conv2d, (4, 3, 2, 5), {}, (30, 4), (31, 4)),
+    (Conv2d, (6, 1, 3, 3), {"groups": 3}, (9, 6), (10, 6)),
+    (BatchNorm2d, (7,), {}, (2, 7), (2, 7)),
+    (LayerNorm, (7,), {}, (2, 7), (2, 7)),
+    (LayerNorm, (2, 3, 4), {}, (2, 24), (2, 24)),
+]
+
+
+@pytest.mark.parametrize(("kind", "weight", "options", "without", "with_bias"), SIZES)
+def test_sizes(kind: type[Layer], weight: Any, options: Any, without: Any, with_bias: Any) -> None:
+    w = np.zeros(weight)
+    layer = kind(w, **options)
+    assert (layer.H_size, layer.S_size) == without
+    assert layer.width * layer.S_size == w.size  # the weight as an (S, H) matrix
+    layer = kind(w, np.zeros(layer.S_size), name="it", **options)
+    assert (layer.H_size, layer.S_size) == with_bias
+    assert (layer.label, layer.weight is w) == ("it", True)
+    assert layer.H_size > layer.width  # an entry for the bias
+
+
+@given(cases)
+def test_columns_cover_the_arrays(case: Any) -> None:
+    layer = case.layer()
+    for columns, shape in zip(layer.columns(case.h, case.s), (case.h, case.s)):
+        assert columns.rows * columns.segments * columns.run == np.prod(shape)
+
+
+def test_two_descriptors_are_equal_only_if_they_are_one() -> None:
+    w = np.zeros((2, 2))
+    a, b = Linear(w), Linear(w)
+    assert a == a
+    assert a != b
+    assert len({a, b}) == 2
+
+
+def test_descriptors_do_not_change() -> None:
+    layer = Linear(np.zeros((2, 2)))
+    with pytest.raises(AttributeError):
+        layer.weight = np.ones((2, 2))  # type: ignore[misc]
+
+
+def test_unnamed_layers_are_called_by_their_type() -> None:
+    assert [kind(np.zeros(4)).label for kind in (BatchNorm2d, LayerNorm)] == ["BatchNorm2d", "LayerNorm"]
+
+
+@pytest.mark.parametrize("pair", [2, (2, 2), [2, 2]])
+def test_one_number_or_two(pair: Any) -> None:
+    layer = Conv2d(np.zeros((1, 1, 3, 3)), stride=pair, padding=pair, dilation=pair)
+    assert layer.stride == layer.padding == layer.dilation == (2, 2)
+
+
+IMAGE = (4, 2, 3, 3)
+REFUSED = [
+    (Linear, (3,), {}, ["weight", "(d_out, d_in)", "(3,)"]),
+    (Linear, (3, 2, 1), {}, ["weight", "(d_out, d_in)", "(3, 2, 1)"]),
+    (Linear, (3, 2), {"bias": np.zeros(2)}, ["bias", "3 elements", "(2,)"]),
+    (Conv2d, (3, 2), {}, ["weight", "(C_out, C_in/groups, kh, kw)", "(3, 2)"]),
+    (Conv2d, IMAGE, {"bias": np.zeros(2)}, ["bias", "4 elements", "(2,)"]),
+    (Conv2d, IMAGE, {"stride": 0}, ["stride", ">= 1", "0"]),
+    (Conv2d, IMAGE, {"stride": 1.5}, ["stride", "whole number", "1.5"]),
+    (Conv2d, IMAGE, {"padding": -1}, ["padding", ">= 0", "-1"]),
+    (Conv2d, IMAGE, {"padding": "same"}, ["padding", "whole number", "'same'"]),
+    (Conv2d, IMAGE, {"dilation": (1, 2, 3)}, ["dilation", "two", "(1, 2, 3)"]),
+    (Conv2d, IMAGE, {"dilation": True}, ["dilation", "whole number", "True"]),
+    (Conv2d, IMAGE, {"groups": 3}, ["groups", "divides C_out = 4", "3"]),
+    (Conv2d, IMAGE, {"groups": 0}, ["groups", "divides", "0"]),
+    (BatchNorm2d, (3, 1), {}, ["weight", "(C,)", "(3, 1)"]),
+    (LayerNorm, (), {}, ["weight", "at least one dimension", "()"]),
+    (LayerNorm, (2, 3), {"bias": np.zeros(3)}, ["bias", "6 elements", "(3,)"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "weight", "options", "words"), REFUSED)
+def test_refused_descriptors(kind: type[Layer], weight: Any, options: Any, words: list[str]) -> None:
+    with refuses(CafinValueError, kind.__name__, f"`{words[0]}`", *words[1:]):
+        kind(np.zeros(weight), **options)
+
+
+@pytest.mark.parametrize(("arguments", "name"), [((None,), "weight"), ((np.zeros((2, 2)), True), "bias")])
+def test_what_is_no_array_is_refused(arguments: Any, name: str) -> None:
+    with refuses(CafinTypeError, "Linear", f"`{name}`", "array", type(arguments[-1]).__name__):
+        Linear(*arguments)
+
+
+MISFITS = [
+    (Linear(np.zeros((3, 5))), (4, 5), (4, 4)),
+    (Linear(np.zeros((3, 5))), (4, 4), (4, 3)),
+    (Linear(np.zeros((3, 5))), (4, 5), (5, 3)),
+    (Linear(np.zeros((3, 5))), (2, 4, 5), (8, 3)),
+    (Linear(np.zeros((3, 5))), (), ()),
+    (Conv2d(np.zeros((4, 1, 3, 3)), groups=2), (1, 1, 5, 5), (1, 4, 3, 3)),
+    (Conv2d(np.zeros((4, 2, 3, 3))), (2, 2, 5, 5), (1, 4, 3, 3)),
+    (Conv2d(np.zeros((4, 2, 3, 3))), (2, 2, 5, 5), (2, 3, 3, 3)),
+    (Conv2d(np.zeros((4, 2, 3, 3))), (2, 5, 5), (4, 3, 3)),
+    (BatchNorm2d(np.zeros(3)), (2, 3, 4), (2, 3, 4)),
+    (BatchNorm2d(np.zeros(3)), (2, 4, 5, 5), (2, 4, 5, 5)),
+    (BatchNorm2d(np.zeros(3)), (2, 3, 5, 5), (2, 3, 5, 4)),
+    (LayerNorm(np.zeros(3)), (3,), (3,)),
+    (LayerNorm(np.zeros((2, 3))), (5, 3), (5, 3)),
+    (LayerNorm(np.zeros((2, 3))), (5, 3, 2), (5, 3, 2)),
+    (LayerNorm(np.zeros(3)), (5, 3), (4, 3)),
+]
+
+
+@pytest.mark.parametrize(("layer", "h", "s"), MISFITS, ids=lambda value: getattr(value, "label", str(value)))
+def test_arrays_that_do_not_fit(layer: Layer, h: Any, s: Any) -> None:
+    with refuses(CafinValueError, f"accumulate: `h, s of {layer.label}` must have shape", f"got {h} and {s}", "pass"):
+        layer.check(h, s)
+
+
+def test_every_error_is_caught_by_the_base_class_and_by_its_builtin() -> None:
+    for builtin in (CafinError, ValueError):
+        with pytest.raises(builtin):
+            Linear(np.zeros(3))

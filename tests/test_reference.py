@@ -1,0 +1,273 @@
+"""The reference against explicit computations in float64, loops and patches, written from the rule's table alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    EXAMPLES,
+    Case,
+    cases,
+    close,
+    convolutions,
+    example_id,
+    make,
+    moments,
+    numpy_of,
+    refuses,
+    same_bits,
+    seeds,
+)
+from hypothesis import given
+
+from cafin_cupy import (
+    Averaging,
+    BatchNorm2d,
+    CafinTypeError,
+    CafinValueError,
+    Conv2d,
+    LayerNorm,
+    Linear,
+    reference,
+)
+
+EXACT = 1e-12  # float64, other order of summation
+Array = np.ndarray[Any, Any]
+NAMESPACES = ["numpy", "torch", "jax"]
+
+
+def linear(case: Case, h: Array, s: Array) -> tuple[list[float], list[float]]:
+    rows, grads = h.reshape(-1, h.shape[-1]), s.reshape(-1, s.shape[-1])
+    n = len(rows)
+    return [sum(r[j] ** 2 for r in rows) / n for j in range(h.shape[-1])] + [1.0] * case.bias, [
+        sum(g[j] ** 2 for g in grads) / n for j in range(s.shape[-1])
+    ]
+
+
+def convolution(case: Case, h: Array, s: Array) -> tuple[list[float], list[float]]:
+    """Every patch entry by its own coordinates."""
+    stride, padding, dilation = (case.options.get(k, d) for k, d in (("stride", 1), ("padding", 0), ("dilation", 1)))
+    (sy, sx), (py, px), (dy, dx) = (v if isinstance(v, tuple) else (v, v) for v in (stride, padding, dilation))
+    groups = case.options.get("groups", 1)
+    _, c_in, kh, kw = case.weight
+    batch, _, out_h, out_w = s.shape
+    taps = c_in * kh * kw
+    H = []
+    for c in range(c_in):
+        for i in range(kh):
+            for j in range(kw):
+                total = 0.0
+                for y in range(out_h):
+                    for x in range(out_w):
+                        row, column = y * sy + i * dy - py, x * sx + j * dx - px
+                        if 0 <= row < h.shape[2] and 0 <= column < h.shape[3]:
+                            total += float(np.sum(h[:, c::c_in, row, column] ** 2))
+                H.append(total / (batch * out_h * out_w * taps))
+    S = np.einsum("bchw,bchw->c", s, s) / (batch * out_h * out_w)
+    return H + [groups / taps] * case.bias, list(S)
+
+
+def batch_norm(case: Case, h: Array, s: Array) -> tuple[list[float], list[float]]:
+    batch, channels, height, width = h.shape
+    u = [sum(h[b, c].sum() for b in range(batch)) / (height * width) ** 2 for c in range(channels)]
+    H = [sum(x**2 for x in u) / batch**2, channels / batch**2]
+    return H, [sum(s[b, c].sum() for b in range(batch)) ** 2 / batch for c in range(channels)]
+
+
+def layer_norm(case: Case, h: Array, s: Array) -> tuple[list[float], list[float]]:
+    batch, length = h.shape[:2]
+    Q = math.prod(h.shape[2:])
+    u = [h[:, j].sum() / Q**2 for j in range(length)]
+    flat = s.reshape(-1, math.prod(case.weight))
+    return [sum(x**2 for x in u) / batch**2, length / batch**2], list(flat.sum(axis=0) ** 2 / batch)
+
+
+EXPLICIT = {Linear: linear, Conv2d: convolution, BatchNorm2d: batch_norm, LayerNorm: layer_norm}
+
+
+def expected(case: Case, h: Array, s: Array) -> tuple[Array, Array]:
+    H, S = EXPLICIT[case.kind](case, h, s)
+    if case.kind in (BatchNorm2d, LayerNorm) and not case.bias:
+        assert len(H) == 2  # both entries, whether or not there is a bias: normalisation sees them
+    return np.array(H), np.array(S)
+
+
+@given(cases, seeds)
+def test_raw_moments(case: Case, seed: int) -> None:
+    h, s = case.data(seed)
+    layer = case.layer()
+    H, S = moments(case, h, s)
+    want_H, want_S = expected(case, h, s)
+    bound_H, bound_S = expected(case, abs(h), abs(s))  # signs cancel in the sums of norm layers
+    assert (len(H), len(S)) == (layer.H_size, layer.S_size)
+    close(H, want_H, EXACT, bound_H)
+    close(S, want_S, EXACT, bound_S)
+
+
+@given(convolutions(), seeds)
+def test_convolution_is_what_im2col_gives(case: Case, seed: int) -> None:
+    h, s = case.data(seed)
+    groups, (kernel, count) = case.options["groups"], (case.weight[2:], s.shape[0] * s.shape[2] * s.shape[3])
+    behind = [
+        (out - 1) * t + d * (k - 1) + 1 - p - size
+        for out, t, d, k, p, size in zip(
+            s.shape[2:],
+            case.options["stride"],
+            case.options["dilation"],
+            kernel,
+            case.options["padding"],
+            h.shape[2:],
+        )
+    ]  # rows and columns behind the image that the last output sees; negative where it does not reach the end
+    before = case.options["padding"]
+    padded = torch.nn.functional.pad(torch.tensor(h), (before[1], behind[1], before[0], behind[0]))
+    patches = [
+        torch.nn.functional.unfold(part, kernel, dilation=case.options["dilation"], stride=case.options["stride"])
+        for part in padded.chunk(groups, dim=1)
+    ]
+    want = sum((p**2).sum(dim=(0, 2)) for p in patches).numpy() / (count * math.prod(case.weight[1:]))
+    H, _ = moments(case, h, s)
+    close(H[: len(want)], want, EXACT)
+
+
+@pytest.mark.parametrize("case", EXAMPLES, ids=example_id)
+@pytest.mark.parametrize("framework", NAMESPACES)
+def test_results_stay_in_their_namespace(framework: str, case: Case) -> None:
+    h, s = case.data()
+    layer = case.layer(lambda shape: make(framework, np.zeros(shape)))
+    ours, theirs = make(framework, h), make(framework, s)
+    sums = reference.raw_sums(layer, ours, theirs)
+    raw = reference.raw_moments(layer, reference.add_sums(sums, sums))
+    H, S = reference.refresh(*(r * 0 + 1 for r in raw), *raw, Averaging.parity())
+    p = make(framework, np.ones((len(S), len(H))))
+    moved = reference.update(p, p, p, H, S, lr=0.1, weight_decay=0.1)
+    for result in (*sums[:2], *raw, H, S, *moved, reference.effective(H, Averaging.paper())):
+        assert type(result) is type(ours)
+        assert str(result.dtype).removeprefix("torch.") == "float32"
+    twice = moments(case, np.concatenate([h, h]), np.concatenate([s, s]))
+    for got, want in zip(raw, twice):
+        close(got, want, 1e-6)  # float32
+
+
+@pytest.mark.parametrize("case", EXAMPLES, ids=example_id)
+@pytest.mark.parametrize(
+    ("framework", "dtype"),
+    [("numpy", "float16"), ("torch", "float16"), ("torch", "bfloat16"), ("jax", "float16"), ("jax", "bfloat16")],
+)
+def test_half_types_are_summed_in_float32(framework: str, dtype: str, case: Case) -> None:
+    h, s = (make(framework, x) for x in case.data())
+    h, s = (x.to(getattr(torch, dtype)) if framework == "torch" else x.astype(dtype) for x in (h, s))
+    sums = reference.raw_sums(case.layer(), h, s)
+    raw = reference.raw_moments(case.layer(), sums)
+    rounded = [numpy_of(x.float() if framework == "torch" else x.astype("float32")) for x in (h, s)]
+    for got, want in zip(raw, moments(case, *rounded)):
+        assert "float32" in str(got.dtype)
+        close(got, want, 1e-6)  # the rounding of the inputs is part of them
+
+
+def test_longer_sequences_extend_the_sums_of_a_layer_norm() -> None:
+    layer = LayerNorm(np.ones(2))
+    short, long = np.ones((1, 1, 2)), np.full((1, 3, 2), 2.0)
+    for first, second in ((short, long), (long, short)):
+        sums = reference.add_sums(reference.raw_sums(layer, first, first), reference.raw_sums(layer, second, second))
+        # u = sum / Q^2 with Q = 2: 2/4 from the short one, 4/4 from the long one
+        np.testing.assert_array_equal(sums.H, [1.5, 1.0, 1.0])
+        np.testing.assert_array_equal(sums.S, [7.0, 7.0])
+        assert sums.n == 2
+    H, S = reference.raw_moments(layer, sums)
+    np.testing.assert_array_equal(H, [(1.5**2 + 1 + 1) / 4, 3 / 4])
+    np.testing.assert_array_equal(S, [49 / 2, 49 / 2])
+
+
+def test_grad_scale_divides_S_by_its_square() -> None:
+    for case in EXAMPLES:
+        h, s = case.data()
+        layer = case.layer()
+        plain = reference.raw_moments(layer, reference.raw_sums(layer, h, s))
+        scaled = reference.raw_moments(layer, reference.raw_sums(layer, h, s * 1024.0), 1024.0)
+        for a, b in zip(plain, scaled):
+            same_bits(a, b)  # exact: a power of two
+
+
+def test_normalize_takes_infinities_as_one_and_zero() -> None:
+    x = np.array([math.inf, 0.25, -math.inf, 0.5])
+    np.testing.assert_array_equal(reference.clean(x), [1.0, 0.25, 0.0, 0.5])
+    np.testing.assert_allclose(reference.normalize(x), np.array([1.0, 0.25, 0.0, 0.5]) / (1 + 1e-6), rtol=1e-15)
+    assert math.isnan(reference.clean(np.array([math.nan]))[0])
+
+
+def test_normalize_small_and_constant_vectors() -> None:
+    np.testing.assert_array_equal(reference.normalize(np.full(3, 7.0)), np.zeros(3))
+    np.testing.assert_array_equal(reference.normalize(np.array([5.0])), [0.0])
+    assert reference.normalize(np.zeros(0)).shape == (0,)
+    # 1e-6 is added to the range: a range of 1e-6 is normalised to [0, 1/2], one of 1e-9 to [0, 1e-3 / 1.001]
+    np.testing.assert_allclose(reference.normalize(np.array([0.0, 1e-6])), [0.0, 0.5], rtol=1e-12)
+    np.testing.assert_allclose(reference.normalize(np.array([0.0, 1e-9])), [0.0, 1e-3 / 1.001], rtol=1e-12)
+
+
+@pytest.mark.parametrize("framework", NAMESPACES)
+def test_a_nan_leaves_both_factors_alone(framework: str) -> None:
+    F, good, bad = (make(framework, v) for v in ([0.5, 0.25], [1.0, 3.0], [math.nan, 3.0]))
+    for raw in ((good, bad), (bad, good), (bad, bad)):
+        for kept in reference.refresh(F, F, *raw, Averaging.parity()):
+            same_bits(kept, F)
+    changed, _ = reference.refresh(F, F, good, good, Averaging.parity())
+    assert numpy_of(changed)[0] != 0.5
+
+
+def test_the_two_rules_step_by_step() -> None:
+    """First steps by hand, for raw moments 1, 3 and then 5, 2."""
+    F, first, second = np.ones(2), np.array([1.0, 3.0]), np.array([5.0, 2.0])
+    parity, paper = Averaging.parity(0.8), Averaging.paper(0.8)
+    one = reference.average(F, first, parity)
+    np.testing.assert_allclose(one, [0.08, 0.08 + 0.008 * 2 / 2.000001], rtol=1e-14)
+    two = reference.average(one, second, parity)
+    np.testing.assert_allclose(two, [0.0064 + 0.008 * 3 / 3.000001, 0.08 * one[1]], rtol=1e-14)
+    np.testing.assert_array_equal(reference.effective(two, parity), two)
+
+    one = reference.average(F, first, paper)
+    np.testing.assert_allclose(one, [0.8 + 0.2, 0.8 + 0.6], rtol=1e-14)
+    two = reference.average(one, second, paper)
+    np.testing.assert_allclose(two, [0.8 + 1.0, 1.12 + 0.4], rtol=1e-14)
+    np.testing.assert_allclose(reference.effective(two, paper), [0.28 / (0.28 + 1e-6), 0.0], rtol=1e-9)
+    np.testing.assert_array_equal(reference.effective(F, paper), [0.0, 0.0])  # before the first sample: F~ = Lambda
+
+
+@pytest.mark.parametrize("decoupled", [False, True], ids=["l2", "decoupled"])
+@pytest.mark.parametrize("factors", [False, True], ids=["plain", "factors"])
+def test_update_by_its_formula(decoupled: bool, factors: bool) -> None:
+    rng = np.random.default_rng(0)
+    p, g, m = rng.normal(size=(3, 2, 3))
+    S, H = rng.random(2), rng.random(3)
+    lr, beta, lam, wd, t = 0.1, 0.8, 0.01, 0.3, 4
+    pair = (H, S) if factors else (None, None)
+    new_p, new_m = reference.update(
+        p, g, m, *pair, lr=lr, beta=beta, Lambda=lam, weight_decay=wd, decoupled=decoupled, step=t
+    )
+    for r in range(2):
+        for c in range(3):
+            F = S[r] * H[c] + lam if factors else 1.0
+            slope = g[r, c] + (0.0 if decoupled else wd * p[r, c])
+            momentum = beta * m[r, c] + (1 - beta) * slope
+            step = momentum / (1 - beta**t) / F + (wd * p[r, c] if decoupled else 0.0)
+            assert new_m[r, c] == pytest.approx(momentum, rel=1e-13)
+            assert new_p[r, c] == pytest.approx(p[r, c] - lr * step, rel=1e-12)
+
+
+def test_refusals() -> None:
+    layer = Linear(np.ones((2, 3)))
+    with refuses(CafinTypeError, "raw_sums", "floating-point", "int64"):
+        reference.raw_sums(layer, np.ones((4, 3), np.int64), np.ones((4, 2)))
+    with refuses(CafinValueError, "raw_sums", "(..., 3) and (..., 2)", "(4, 2) and (4, 2)"):
+        reference.raw_sums(layer, np.ones((4, 2)), np.ones((4, 2)))
+    empty = reference.raw_sums(layer, np.ones((0, 3)), np.ones((0, 2)))
+    with refuses(CafinValueError, "raw_moments", "`sums`", "at least one row", "0"):
+        reference.raw_moments(layer, empty)
+    with refuses(CafinValueError, "update", "`beta`", "[0, 1)", "1.0"):
+        reference.update(np.ones(1), np.ones(1), np.ones(1), lr=0.1, beta=1.0)
+    with refuses(CafinValueError, "update", "`step`", ">= 1", "0"):
+        reference.update(np.ones(1), np.ones(1), np.ones(1), lr=0.1, step=0)

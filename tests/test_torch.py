@@ -1,0 +1,339 @@
+"""The PyTorch optimizer: its signature, the life of its hooks, its state, groups, schedules, closures and scalers."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor, nn  # noqa: E402
+from torch_helpers import (  # noqa: E402
+    DEVICES,
+    assert_same,
+    everything,
+    exact_float32,
+    hook_count,
+    images,
+    loss_of,
+    mlp,
+    near,
+    net,
+    rows,
+    run,
+)
+
+from cafin_cupy import CafinError  # noqa: E402
+from cafin_cupy.adapters.torch import AdaFisher, AdaFisherW  # noqa: E402
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    with exact_float32():
+        yield request.param
+
+
+# Construction
+
+
+def test_signature_is_that_of_the_public_implementation() -> None:
+    parameters = list(inspect.signature(AdaFisher).parameters.values())
+    shared = [(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert shared == [
+        ("model", inspect.Parameter.empty),
+        ("lr", 1e-3),
+        ("beta", 0.9),
+        ("Lambda", 1e-3),
+        ("gamma", 0.8),
+        ("TCov", 100),
+        ("weight_decay", 0),
+        ("dist", False),
+    ]
+    assert {p.name for p in parameters[8:]} == {"averaging", "backend", "grad_scaler"}
+    assert {p.kind for p in parameters[8:]} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize("kind", [AdaFisher, AdaFisherW])
+def test_arguments_by_place_and_by_name(kind: type[AdaFisher]) -> None:
+    named = {"lr": 0.02, "beta": 0.8, "Lambda": 0.01, "gamma": 0.9, "TCov": 2, "weight_decay": 0.1, "dist": True}
+    by_place = run(kind(mlp("cpu"), *named.values()), rows("cpu", 3))
+    assert_same(by_place, run(kind(mlp("cpu"), **named), rows("cpu", 3)))
+    assert isinstance(by_place, torch.optim.Optimizer)
+
+
+BAD = [
+    ({"lr": -1.0}, "`lr` must be >= 0"),
+    ({"lr": float("nan")}, "`lr` must be finite"),
+    ({"lr": torch.ones(2)}, "`lr` must be a single number"),
+    ({"beta": 1.0}, r"`beta` must lie in \[0, 1\)"),
+    ({"Lambda": 0.0}, "`Lambda` must be > 0"),
+    ({"gamma": 1.5}, r"`gamma` must lie in \[0, 1\]"),
+    ({"TCov": 0}, "`TCov` must be a whole number >= 1"),
+    ({"TCov": 2.5}, "`TCov` must be a whole number >= 1, got 2.5"),
+    ({"weight_decay": -0.1}, "`weight_decay` must be >= 0"),
+    ({"averaging": "mean"}, '`averaging` must be "parity", "paper"'),
+    ({"backend": "tpu"}, '`backend` must be "cuda", "reference"'),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> None:
+    model = mlp("cpu")
+    with pytest.raises(CafinError, match=message):
+        AdaFisher(model, **options)
+    assert hook_count(model) == 0
+
+
+@pytest.mark.parametrize("what", [lambda m: m.parameters(), lambda m: list(m.parameters()), lambda m: m.state_dict()])
+def test_parameters_instead_of_the_model(what: Callable[[nn.Module], Any]) -> None:
+    with pytest.raises(CafinError, match=r"`model` must be a torch.nn.Module, got .*; pass the model itself") as caught:
+        AdaFisher(what(mlp("cpu")))
+    assert isinstance(caught.value, TypeError)
+
+
+def test_a_model_without_parameters() -> None:
+    with pytest.raises(CafinError, match="`model` must have parameters"):
+        AdaFisher(nn.ReLU())
+
+
+def test_cuda_backend_is_refused_for_a_model_on_the_cpu() -> None:
+    optimizer = AdaFisher(mlp("cpu"), backend="cuda")
+    with pytest.raises(CafinError, match="`backend` must be able to reach the arrays, got 'cuda'"):
+        run(optimizer, rows("cpu", 1))
+
+
+# Hooks
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_hooks_live_on_sampled_steps_only(every: int, device: str) -> None:
+    optimizer = AdaFisher(mlp(device), TCov=every)
+    for t in range(8):
+        sampled = t % every == 0
+        assert optimizer.samples is sampled
+        assert hook_count(optimizer.model) == (3 if sampled else 0)
+        run(optimizer, rows(device, 1))
+    assert optimizer.steps == 8
+
+
+def test_factors_change_on_sampled_steps_only(device: str) -> None:
+    optimizer = AdaFisher(mlp(device), TCov=3)
+    for t, x in enumerate(rows(device, 7)):
+        before = [f.clone() for pair in optimizer.factors().values() for f in pair]
+        run(optimizer, [x])
+        after = [f for pair in optimizer.factors().values() for f in pair]
+        assert all(torch.equal(a, b) != (t % 3 == 0) for a, b in zip(after, before))
+
+
+def test_sampling_leaves_nothing_behind() -> None:
+    """Hooks come and go for as long as the training lasts."""
+    optimizer = AdaFisher(mlp("cpu"), TCov=2)
+    batch = rows("cpu", 1)
+    run(optimizer, batch * 4)
+    gc.collect()
+    before = weakref.getweakrefcount(optimizer), len(weakref.finalize._registry)
+    run(optimizer, batch * 20)
+    gc.collect()
+    assert (weakref.getweakrefcount(optimizer), len(weakref.finalize._registry)) == before
+
+
+def test_a_deleted_optimizer_leaves_the_model() -> None:
+    model = mlp("cpu")
+    optimizer = run(AdaFisher(model, TCov=1), rows("cpu", 2))
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    assert hook_count(model) == 0
+
+
+def test_forward_without_backward_leaves_no_trace(device: str) -> None:
+    a, b = (AdaFisher(mlp(device), TCov=1) for _ in range(2))
+    x, y, z = rows(device, 3)
+    a.model(y)
+    assert_same(run(a, [x, z]), run(b, [x, z]))
+
+
+def test_zero_grad_after_forward_keeps_and_after_backward_forgets(device: str) -> None:
+    a, b = (AdaFisher(mlp(device), TCov=1) for _ in range(2))
+    x, y, z = rows(device, 3)
+    loss_of(a.model, y).backward()  # a batch that the script throws away
+    loss = loss_of(a.model, x)
+    a.zero_grad()
+    loss.backward()
+    a.step()
+    assert_same(run(a, [z]), run(b, [x, z]))
+
+
+def test_a_backward_after_its_step_adds_nothing_to_later_samples(device: str) -> None:
+    """A graph built on a sampled step may be used on the next one, by a script that never calls `zero_grad`."""
+    a, b = (AdaFisher(nn.Linear(5, 3).to(device), TCov=2) for _ in range(2))
+    b.model.load_state_dict(a.model.state_dict())
+    x, y = rows(device, 2)
+    late = loss_of(a.model, y)
+    for optimizer in (a, b):
+        loss_of(optimizer.model, x).backward()
+        optimizer.step()
+    late.backward()
+    for optimizer in (a, b):
+        optimizer.step()
+        optimizer.model.zero_grad()
+        b.model.load_state_dict(a.model.state_dict())
+    for optimizer in (a, b):
+        loss_of(optimizer.model, x).backward()
+        optimizer.step()
+    for mine, true in zip(a.factors()[""], b.factors()[""]):
+        assert torch.equal(mine, true)
+
+
+# Parameters and state
+
+
+class Tokens(nn.Module):
+    """Parameters that no layer owns, before, between and behind the layers."""
+
+    def __init__(self, order: tuple[str, ...] = ("cls", "fc", "scale", "norm", "head")) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        made = {
+            "cls": nn.Parameter(torch.randn(5)),
+            "fc": nn.Linear(5, 7),
+            "scale": nn.Parameter(torch.randn(7)),
+            "norm": nn.LayerNorm(7),
+            "head": nn.Linear(7, 3),
+        }
+        for name in order:
+            setattr(self, name, made[name])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(torch.tanh(self.fc(x + self.cls)) * self.scale))
+
+
+def test_parameters_without_a_layer_get_momentum_and_one_warning(device: str) -> None:
+    model = Tokens().to(device)
+    with pytest.warns(UserWarning, match=r"AdaFisher: no factors \(F = 1\) for cls, scale$") as caught:
+        optimizer = AdaFisher(model, lr=0.1)
+    assert [w.filename for w in caught] == [__file__]
+    before = everything(optimizer)
+    run(optimizer, rows(device, 1))
+    for name, p in model.named_parameters():
+        assert not torch.equal(p, before[name]), name
+    for p, name in ((model.cls, "cls"), (model.scale, "scale")):
+        near(p, before[name] - 0.1 * p.grad, name)
+
+
+@pytest.mark.filterwarnings("ignore:.*no factors")
+def test_the_order_of_a_model_does_not_matter(device: str) -> None:
+    one = AdaFisher(Tokens().to(device), TCov=2)
+    other = AdaFisher(Tokens(("head", "scale", "norm", "cls", "fc")).to(device), TCov=2)
+    assert_same(run(one, rows(device, 4)), run(other, rows(device, 4)))
+
+
+def test_state_is_step_and_momentum(device: str) -> None:
+    optimizer = run(AdaFisher(net(device).to(memory_format=torch.channels_last)), images(device, 2, 2))
+    for p in optimizer.model.parameters():
+        state = optimizer.state[p]
+        assert set(state) == {"step", "exp_avg"}
+        assert type(state["step"]) is int and state["step"] == 2
+        average = state["exp_avg"]
+        assert (average.shape, average.stride(), average.dtype) == (p.shape, p.stride(), p.dtype)
+        assert not average.requires_grad
+
+
+@pytest.mark.parametrize("kind", [AdaFisher, AdaFisherW])
+def test_parameters_without_gradient_keep_their_own_count(kind: type[AdaFisher], device: str) -> None:
+    """On a step without gradient a parameter, its momentum and its count rest; decay rests too."""
+    optimizer = kind(mlp(device), lr=1e-3, weight_decay=0.1, TCov=100)
+    head = optimizer.model[3]
+    x, y, z = rows(device, 3)
+    run(optimizer, [x])
+    before = everything(optimizer)
+    optimizer.zero_grad()
+    optimizer.model[:3](y).square().mean().backward()
+    optimizer.step()
+    for name, value in everything(optimizer).items():
+        if "3." in name and isinstance(value, Tensor):
+            assert torch.equal(value, before[name]), name
+    run(optimizer, [z])
+    assert [optimizer.state[p]["step"] for p in optimizer.model.parameters()] == [3, 3, 3, 3, 2, 2]
+    H, S = optimizer.factors()["3"]
+    F = (S.double()[:, None] * H.double()[None, :7]) + 1e-3
+    p, m, g = before["3.weight"].double(), before["momentum of 3.weight"].double(), head.weight.grad.double()
+    m = 0.9 * m + 0.1 * (g + (0.1 * p if kind is AdaFisher else 0))
+    near(head.weight, p - 1e-3 * (m / (1 - 0.9**2) / F + (0.1 * p if kind is AdaFisherW else 0)))
+
+
+RESETS: dict[str, Callable[[Any, Any], Any]] = {
+    "deleted": lambda state, p: state.pop(p),
+    "an empty dict": lambda state, p: state.update({p: {}}),
+    "a new dict": lambda state, p: state.update({p: {"step": 0, "exp_avg": torch.zeros_like(p)}}),
+    "in place": lambda state, p: (state[p].update(step=0), state[p]["exp_avg"].zero_()),
+}
+
+
+@pytest.mark.parametrize("name", RESETS)
+def test_a_script_may_reset_the_state_of_a_parameter(name: str, device: str) -> None:
+    """Its next step is then as a first one."""
+    x, y = rows(device, 2)
+    optimizer = run(AdaFisher(mlp(device), lr=0.1), [x])
+    p = optimizer.model[0].weight
+    RESETS[name](optimizer.state, p)
+    before = p.detach().clone()
+    run(optimizer, [y])
+    H, S = optimizer.factors()["0"]
+    near(p, before - 0.1 * p.grad / (S[:, None] * H[None, :5] + 1e-3))
+    assert [optimizer.state[q]["step"] for q in optimizer.model.parameters()] == [1, 2, 2, 2, 2, 2]
+
+
+def test_step_without_any_gradient_changes_nothing(device: str) -> None:
+    optimizer = AdaFisher(mlp(device), weight_decay=0.1)
+    before = everything(optimizer)
+    optimizer.step()
+    assert_same(optimizer, {**before, "steps": 1})
+
+
+def split_groups(device: str) -> AdaFisher:
+    """No decay and half the rate for vectors, as scripts do it."""
+    optimizer = AdaFisher(mlp(device), lr=1e-3, weight_decay=0.1, TCov=2)
+    parameters = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = [p for p in parameters if p.dim() > 1]
+    optimizer.add_param_group({"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0, "lr": 5e-4})
+    return optimizer
+
+
+def test_groups_have_their_own_scalars(device: str) -> None:
+    split = run(split_groups(device), rows(device, 1))
+    matrices = everything(run(AdaFisher(mlp(device), lr=1e-3, weight_decay=0.1), rows(device, 1)))
+    vectors = everything(run(AdaFisher(mlp(device), lr=5e-4), rows(device, 1)))
+    for name, p in split.model.named_parameters():
+        assert torch.equal(p, (matrices if p.dim() > 1 else vectors)[name]), name
+
+
+def test_parameters_may_join_later(device: str) -> None:
+    optimizer = run(AdaFisher(mlp(device)), rows(device, 2))
+    extra = nn.Parameter(torch.ones(4, device=device))
+    optimizer.add_param_group({"params": [extra], "lr": 0.5})
+    extra.grad = torch.full_like(extra, 2.0)
+    optimizer.step()
+    near(extra + 1, torch.ones(4))  # 1 - 0.5 * 2 = 0, with F = 1
+    assert optimizer.state[extra]["step"] == 1
+
+
+def test_more_groups_than_a_launch_has_room_for(device: str) -> None:
+    torch.manual_seed(6)
+    model = nn.ModuleList(nn.Linear(3, 2) for _ in range(150)).to(device)
+    optimizer = AdaFisher(model, lr=0.0)
+    optimizer.param_groups[0]["params"] = []
+    for k, layer in enumerate(model):
+        optimizer.add_param_group({"params": list(layer.parameters()), "lr": 1e-3 * k})
+    before = [layer.weight.detach().clone() for layer in model]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    for k, (layer, old) in enumerate(zip(model, before)):
+        near(layer.weight, old - 1e-3 * k / (1 + 1e-3))  # no layer was seen: all factors are still 1

@@ -1,0 +1,317 @@
+"""The PyTorch optimizer on a GPU: what a step costs, streams, graphs, devices, and what is refused there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor, nn  # noqa: E402
+from torch_helpers import (  # noqa: E402
+    Net,
+    assert_same,
+    everything,
+    exact_float32,
+    hook_count,
+    images,
+    loss_of,
+    mlp,
+    net,
+    refused,
+    rows,
+    run,
+)
+
+from cafin_cupy import CafinError, backend  # noqa: E402
+from cafin_cupy.adapters.torch import AdaFisher, AdaFisherW  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+LONG = 1_000_000_000  # clock cycles: about half a second of an idle wait on the GPU
+
+
+@pytest.fixture(autouse=True)
+def _exact() -> Iterator[None]:
+    with exact_float32():
+        yield
+
+
+def trained(kind: type[AdaFisher] = AdaFisher, every: int = 100, steps: int = 3) -> AdaFisher:
+    optimizer = run(kind(net("cuda"), TCov=every, weight_decay=0.1), images("cuda", *[4] * steps))
+    assert optimizer.backend == "cuda"
+    return optimizer
+
+
+def kernels(work: Callable[[], object], folder: Path) -> list[str]:
+    """Names of the kernels that `work` launches."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profile:
+        work()
+        torch.cuda.synchronize()
+    profile.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    return [event["name"] for event in events if event.get("cat") == "kernel"]
+
+
+def backward(optimizer: AdaFisher, batch: int = 4) -> None:
+    optimizer.zero_grad()
+    loss_of(optimizer.model, images("cuda", batch)[0]).backward()
+
+
+# Cost
+
+
+@pytest.mark.parametrize("kind", [AdaFisher, AdaFisherW])
+def test_an_unsampled_step_is_one_kernel(kind: type[AdaFisher], tmp_path: Path) -> None:
+    optimizer = trained(kind)
+    for _ in range(2):  # the first profile of a process may come too late
+        backward(optimizer)
+        names = kernels(optimizer.step, tmp_path)
+    assert names == ["update"]
+
+
+def test_a_sampled_step_is_three_kernels_and_one_for_each_layer(tmp_path: Path) -> None:
+    optimizer = trained(every=1)
+    for _ in range(2):
+        names = kernels(lambda: backward(optimizer), tmp_path)
+        step = kernels(optimizer.step, tmp_path)
+    assert names.count("column_sums") == 6
+    assert step == ["fold", "average", "update"]
+
+
+def test_an_unsampled_step_allocates_nothing() -> None:
+    """Though every iteration brings gradients at new addresses."""
+    import cupy
+
+    optimizer, kept = trained(), []
+    for _ in range(5):
+        backward(optimizer)
+        kept.append([p.grad for p in optimizer.model.parameters()])
+        pool = cupy.get_default_memory_pool().used_bytes()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        optimizer.step()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        assert cupy.get_default_memory_pool().used_bytes() == pool
+    assert len({grads[0].data_ptr() for grads in kept}) == 5
+
+
+@pytest.mark.parametrize("every", [1, 100], ids=["sampled", "unsampled"])
+def test_a_step_waits_for_nothing(every: int) -> None:
+    """Row 17. The GPU is kept busy in front of the steps, and is still so when the host has passed them all."""
+    optimizer = trained(every=every)
+    assert hook_count(optimizer.model) == (6 if every == 1 else 0)
+    batches = images("cuda", *[4] * 3)
+    busy = torch.cuda.Event()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    busy.record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(optimizer, batches)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not busy.query()
+    expected = trained(every=every, steps=3)
+    assert_same(optimizer, run(expected, images("cuda", *[4] * 3)))
+
+
+def test_memory_does_not_grow() -> None:
+    """Sampled steps with batches of changing size reuse their workspaces, or free them."""
+    optimizer = trained(every=1)
+    sizes = (4, 7, 4, 2)
+
+    def used() -> int:
+        optimizer.zero_grad()
+        for size in sizes:
+            backward(optimizer, size)
+            optimizer.step()
+        torch.cuda.synchronize()
+        optimizer.zero_grad()
+        return torch.cuda.memory_allocated()
+
+    used()
+    second = used()
+    for _ in range(5):
+        assert used() == second
+
+
+# Streams, graphs, devices
+
+
+def wide(device: str) -> Net:
+    """Large enough for many blocks in every kernel."""
+    torch.manual_seed(7)
+    model = Net()
+    model.fc, model.ln, model.head = nn.Linear(6, 700), nn.LayerNorm(700), nn.Linear(700, 300)
+    return model.to(device)
+
+
+def large(device: str) -> list[Tensor]:
+    torch.manual_seed(8)
+    return [torch.randn(257, 3, 33, 31, device=device) for _ in range(4)]
+
+
+def test_runs_repeat_bit_for_bit() -> None:
+    assert_same(*(run(AdaFisher(wide("cuda"), TCov=2), large("cuda")) for _ in range(2)))
+
+
+def test_work_follows_the_current_stream() -> None:
+    """Each iteration starts with a wait on the stream: work on another one would not see its results."""
+    batches, stream = large("cuda"), torch.cuda.Stream()
+    optimizer = AdaFisher(wide("cuda"), TCov=2)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for x in batches:
+            torch.cuda._sleep(LONG // 20)
+            run(optimizer, [x])
+    stream.synchronize()
+    assert_same(optimizer, run(AdaFisher(wide("cuda"), TCov=2), batches))
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["first step", "third step"])
+def test_capture_in_a_graph_is_refused(steps: int) -> None:
+    """Row 8: a replay would repeat the same count and rate."""
+    optimizer = trained(steps=steps)
+    backward(optimizer)
+    graph = torch.cuda.CUDAGraph()
+    with refused(optimizer, "step", "graph must not capture it", "call step() outside"), torch.cuda.graph(graph):
+        optimizer.step()
+    other = trained(steps=steps)
+    for each in (optimizer, other):
+        backward(each)
+        each.step()
+    assert_same(optimizer, other)
+
+
+def test_forward_and_backward_in_a_graph_with_the_step_outside() -> None:
+    optimizer = AdaFisher(mlp("cuda"), TCov=100)
+    run(optimizer, rows("cuda", 1))
+    batches = rows("cuda", 4)
+    x = batches[0].clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # as the manual of CUDA graphs asks for
+        for _ in range(3):
+            loss_of(optimizer.model, x).backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss_of(optimizer.model, x).backward()
+    for batch in batches:
+        x.copy_(batch)
+        graph.replay()  # writes the gradients anew
+        optimizer.step()
+    other = AdaFisher(mlp("cuda"), TCov=100)
+    assert_same(optimizer, run(other, rows("cuda", 1) + batches), 1e-5)  # a captured cuBLAS may choose another kernel
+
+
+@pytest.mark.multi_gpu
+def test_second_gpu_while_the_first_is_current() -> None:
+    """Row 13: the kernels run where the model is, and the current device stays."""
+    torch.cuda.set_device(0)
+    second = run(AdaFisher(wide("cuda:1"), TCov=2), [x.to("cuda:1") for x in large("cuda:0")])
+    assert torch.cuda.current_device() == 0
+    first = run(AdaFisher(wide("cuda:0"), TCov=2), large("cuda:0"))
+    there, here = everything(second), everything(first)
+    assert all(torch.equal(v.cpu(), here[k].cpu()) for k, v in there.items() if isinstance(v, Tensor))
+
+
+# Refused
+
+
+def split_model(first: str, second: str) -> nn.Sequential:
+    model = mlp("cpu")
+    model[0].to(first)
+    model[2:].to(second)
+    return model
+
+
+@pytest.mark.parametrize(
+    "places", [("cpu", "cuda:0"), pytest.param(("cuda:0", "cuda:1"), marks=pytest.mark.multi_gpu)], ids=str
+)
+def test_a_model_on_two_devices_is_refused(places: tuple[str, str]) -> None:
+    model = split_model(*places)
+    optimizer = AdaFisher(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(CafinError, match=r"`model` must lie on one device, got .*cuda:0.*; use one optimizer"):
+        optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before))
+
+
+@pytest.mark.parametrize(("before", "after"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_a_model_that_moves_after_its_first_step_is_refused(before: str, after: str) -> None:
+    optimizer = run(AdaFisher(mlp(before)), rows(before, 2))
+    optimizer.model.to(after)
+    loss_of(optimizer.model, rows(after, 1)[0]).backward()
+    place = "cuda:0" if before == "cuda" else "cpu"
+    with refused(optimizer, "step", f"must stay on {place}", "move the model before the first step"):
+        optimizer.step()
+
+
+def test_a_model_may_move_before_its_first_step() -> None:
+    optimizer = AdaFisher(mlp("cpu"))
+    optimizer.model.to("cuda")
+    run(optimizer, rows("cuda", 2))
+    assert optimizer.backend == "cuda"
+    moved = AdaFisher(mlp("cpu").to("cuda"))
+    assert_same(optimizer, run(moved, rows("cuda", 2)))
+
+
+def test_a_rate_on_the_gpu_is_refused() -> None:
+    """Row 7: reading it would wait on every step."""
+    rate = torch.tensor(1e-3, device="cuda")
+    with pytest.raises(CafinError, match="`lr` must be a number or a CPU tensor, got a tensor on cuda:0"):
+        AdaFisher(mlp("cuda"), lr=rate)
+    optimizer = run(AdaFisher(mlp("cuda")), rows("cuda", 1))
+    optimizer.param_groups[0]["lr"] = rate
+    with refused(optimizer, "`lr` must be a number or a CPU tensor", "pass .item()"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_fall_back_to_the_reference_with_one_warning(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "_warned", set())
+    on_gpu = AdaFisher(mlp("cpu").to("cuda", dtype), TCov=1)
+    with pytest.warns(UserWarning) as caught:
+        run(on_gpu, [x.to("cuda", dtype) for x in rows("cpu", 3)])
+    said = f"these arrays are {dtype}".replace("torch.", "")
+    assert len([w for w in caught if said in str(w.message)]) == 1
+    assert on_gpu.backend == "reference"
+    on_cpu = run(AdaFisher(mlp("cpu").to(dtype), TCov=1), [x.to(dtype) for x in rows("cpu", 3)])
+    tolerance = 1e-9 if dtype is torch.float64 else 0.05  # rounding of three steps; eight bits of mantissa
+    for p, q in zip(on_gpu.model.parameters(), on_cpu.model.parameters()):
+        torch.testing.assert_close(p.cpu(), q, rtol=tolerance, atol=tolerance)
+
+
+def test_a_model_that_changes_its_dtype_after_its_first_step_is_refused() -> None:
+    """The kernels would read its memory as float32."""
+    optimizer = run(AdaFisher(mlp("cuda")), rows("cuda", 2))
+    optimizer.model.bfloat16()
+    loss_of(optimizer.model, rows("cuda", 1)[0].bfloat16()).backward()
+    with refused(optimizer, "step", "`0.weight` must", "float32", "got torch.bfloat16"):
+        optimizer.step()
+
+
+def test_parameters_of_another_dtype_that_join_later_are_refused() -> None:
+    optimizer = run(AdaFisher(mlp("cuda")), rows("cuda", 2))
+    extra = nn.Parameter(torch.ones(4, device="cuda", dtype=torch.float64))
+    optimizer.add_param_group({"params": [extra]})
+    extra.grad = torch.ones_like(extra)
+    with refused(optimizer, "step", "float32", "got torch.float64"):
+        optimizer.step()
+    assert torch.equal(extra, torch.ones_like(extra))
+
+
+def test_kernels_are_refused_for_other_dtypes_if_asked_for() -> None:
+    optimizer = AdaFisher(mlp("cpu").to("cuda", torch.float64), backend="cuda")
+    with pytest.raises(CafinError, match="the kernels take float32 and these arrays are float64"):
+        optimizer.step()

@@ -1,0 +1,84 @@
+"""Parameters that the PyTorch optimizer refuses, and some that look like them and are welcome."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor, nn  # noqa: E402
+from torch_helpers import DEVICES, exact_float32, loss_of, mlp, refused, rows, run  # noqa: E402
+
+from cafin_cupy import CafinError  # noqa: E402
+from cafin_cupy.adapters.torch import AdaFisher  # noqa: E402
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    with exact_float32():
+        yield request.param
+
+
+class Loose(nn.Module):
+    """A Linear layer and parameters made by hand."""
+
+    def __init__(self, *parameters: Tensor) -> None:
+        super().__init__()
+        self.fc = nn.Linear(5, 3)
+        self.loose = nn.ParameterList(nn.Parameter(p) for p in parameters)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) + sum(p.sum() for p in self.loose)
+
+
+def assert_step_refused(optimizer: AdaFisher, *words: str) -> None:
+    loss_of(optimizer.model, rows(str(optimizer.model.fc.weight.device), 1)[0]).backward()
+    with refused(optimizer, "step", *words):
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*no factors")
+def test_expanded_parameters_are_refused(device: str) -> None:
+    optimizer = AdaFisher(Loose(torch.ones(1, device=device).expand(4)).to(device))
+    assert_step_refused(optimizer, "`loose.0` must have one element of memory for each entry", "strides (0,)", "copy")
+
+
+@pytest.mark.filterwarnings("ignore:.*no factors")
+def test_overlapping_parameters_are_refused(device: str) -> None:
+    memory = torch.ones(10, device=device)
+    optimizer = AdaFisher(Loose(memory[:6], memory[4:]).to(device))
+    assert_step_refused(optimizer, "`loose.1` must not share memory with `loose.0`", "pass each array once")
+
+
+@pytest.mark.filterwarnings("ignore:.*no factors")
+def test_a_parameter_that_changes_its_shape_is_refused(device: str) -> None:
+    """As an embedding that grows: its momentum has the old size."""
+    optimizer = AdaFisher(Loose(torch.ones(4, 2)).to(device))
+    run(optimizer, rows(device, 1))
+    p = optimizer.model.loose[0]
+    p.grad, p.data = None, torch.ones(6, 2, device=device)
+    loss_of(optimizer.model, rows(device, 1)[0]).backward()
+    weight = optimizer.model.fc.weight.detach().clone()
+    with pytest.raises(CafinError, match=r"step: `loose.0` must .*shape.*\(4, 2\).*got .*\(6, 2\)"):
+        optimizer.step()
+    assert torch.equal(optimizer.model.fc.weight, weight)
+    assert torch.equal(p, torch.ones(6, 2, device=device))
+
+
+@pytest.mark.filterwarnings("ignore:.*no factors")
+def test_neighbours_in_one_memory_are_welcome(device: str) -> None:
+    memory = torch.ones(11, device=device)  # the second lies at an odd address
+    optimizer = AdaFisher(Loose(memory[:5], memory[5:]).to(device), lr=0.1)
+    loss_of(optimizer.model, rows(device, 1)[0]).backward()
+    grads = torch.cat([p.grad for p in optimizer.model.loose])
+    optimizer.step()
+    torch.testing.assert_close(memory, 1 - 0.1 * grads)  # a first step with F = 1, to the rounding of float32
+
+
+def test_a_model_on_the_meta_device_is_refused_at_its_step() -> None:
+    model = mlp("cpu").to("meta")
+    optimizer = AdaFisher(model)
+    with pytest.raises(CafinError, match="must lie in CPU or CUDA memory, got device meta"):
+        optimizer.step()

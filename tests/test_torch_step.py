@@ -1,0 +1,285 @@
+"""What reaches a step of the PyTorch optimizer: schedules, closures, gradients of every layout, scales, autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from helpers import RAW  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.optim import lr_scheduler  # noqa: E402
+from torch_helpers import (  # noqa: E402
+    DEVICES,
+    TOLERANCE,
+    assert_moments,
+    assert_same,
+    everything,
+    exact_float32,
+    images,
+    loss_of,
+    mlp,
+    near,
+    net,
+    record,
+    refused,
+    rows,
+    run,
+)
+
+from cafin_cupy.adapters.torch import AdaFisher, AdaFisherW  # noqa: E402
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    with exact_float32():
+        yield request.param
+
+
+# Scalars
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t)),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 5),
+}
+
+
+@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_set_the_rate_of_each_step(schedule: str, tensor: bool, device: str) -> None:
+    """As setting the rate by hand; a scheduler fills a tensor in place."""
+    batches = rows(device, 5)
+    optimizer = AdaFisher(mlp(device), lr=torch.tensor(1e-3) if tensor else 1e-3, TCov=2)
+    scheduler = SCHEDULES[schedule](optimizer)
+    rates = []
+    for x in batches:
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        run(optimizer, [x])
+        scheduler.step()
+    assert len(set(rates)) > 2
+    by_hand = AdaFisher(mlp(device), TCov=2)
+    for x, rate in zip(batches, rates):
+        by_hand.param_groups[0]["lr"] = rate
+        run(by_hand, [x])
+    assert_same(optimizer, by_hand)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("lr", -1.0, ("`lr` must be >= 0, got -1",)),
+        ("lr", float("inf"), ("`lr` must be finite",)),
+        ("Lambda", 0.0, ("`Lambda` must be > 0, got 0",)),
+        ("beta", 1.0, ("`beta` must lie in [0, 1), got 1.0",)),
+        ("weight_decay", "0.1", ("`weight_decay` must be a number, got '0.1'",)),
+        ("beta", [0.9], ("`beta` must be a number, got [0.9]",)),
+    ],
+)
+def test_scalars_are_checked_on_each_step(name: str, value: Any, words: tuple[str, ...], device: str) -> None:
+    optimizer = run(AdaFisher(mlp(device), TCov=1), rows(device, 2))
+    good = optimizer.param_groups[0][name]
+    loss_of(optimizer.model, rows(device, 1)[0]).backward()
+    optimizer.param_groups[0][name] = value
+    with refused(optimizer, "step", *words):
+        optimizer.step()
+    optimizer.param_groups[0][name] = good
+    optimizer.step()
+    assert optimizer.steps == 3
+
+
+def test_closure_is_run_once_and_its_loss_returned(device: str) -> None:
+    x, y = rows(device, 2)
+    optimizer = AdaFisher(mlp(device), TCov=1)
+    losses: list[Tensor] = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        losses.append(loss_of(optimizer.model, (x, y)[len(losses)]))
+        losses[-1].backward()
+        return losses[-1]
+
+    for count in (1, 2):
+        assert optimizer.step(closure) is losses[-1]
+        assert len(losses) == count
+    assert_same(optimizer, run(AdaFisher(mlp(device), TCov=1), [x, y]))
+
+
+# Gradients
+
+
+def sliced(g: Tensor) -> Tensor:
+    wide = torch.full((*g.shape[:-1], 2 * g.shape[-1]), torch.nan, device=g.device)
+    wide[..., ::2] = g
+    return wide[..., ::2]
+
+
+def expanded(g: Tensor) -> Tensor:
+    return g.flatten()[0].expand_as(g)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "slice": sliced,
+    "chunk of a larger tensor": lambda g: torch.stack([g + 1, g]).chunk(2)[1][0],
+    "at an odd address": lambda g: torch.cat([g.new_zeros(1), g.flatten()])[1:].reshape(g.shape),
+    "transposed": lambda g: g.mT.contiguous().mT if g.dim() > 1 else g,
+    "channels_last": lambda g: g.to(memory_format=torch.channels_last) if g.dim() == 4 else g,
+    "expanded": expanded,
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_of_a_gradient_changes_nothing(name: str, device: str) -> None:
+    """Row 6 of the field reports: slices and chunks, updated as if they were contiguous."""
+    strided, plain = (AdaFisher(net(device), TCov=2, weight_decay=0.1) for _ in range(2))
+    for x in images(device, 3, 3, 3):
+        for optimizer in (strided, plain):
+            optimizer.zero_grad()
+            loss_of(optimizer.model, x).backward()
+            for p in optimizer.model.parameters():
+                g = LAYOUTS[name](p.grad)
+                p.grad = g if optimizer is strided else g.clone(memory_format=torch.contiguous_format)
+            optimizer.step()
+        assert_same(strided, plain)
+
+
+def test_sparse_gradients_are_refused(device: str) -> None:
+    with pytest.warns(UserWarning, match="no factors"):
+        model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3)).to(device)
+        optimizer = AdaFisher(model)
+    loss_of(model, torch.tensor([1, 3], device=device)).backward()
+    with refused(optimizer, "step: `gradient of 0.weight` must be dense", "got layout torch.sparse_coo", ".to_dense()"):
+        optimizer.step()
+
+
+def test_gradients_of_another_dtype_are_refused(device: str) -> None:
+    optimizer = AdaFisher(mlp(device))
+    p = optimizer.model[0].weight
+    if not hasattr(p, "grad_dtype"):
+        pytest.skip("this PyTorch allows no gradient of another dtype")
+    loss_of(optimizer.model, rows(device, 1)[0]).backward()
+    p.grad, p.grad_dtype = None, None
+    p.grad = torch.ones_like(p, dtype=torch.float64)
+    with refused(optimizer, "step: `gradient of 0.weight` must be torch.float32", "got torch.float64", "convert it"):
+        optimizer.step()
+
+
+# Loss scales
+
+
+def scaled_run(
+    optimizer: AdaFisher, scaler: Any, batches: list[Tensor], clip: float = 0.0, micro: int = 1
+) -> AdaFisher:
+    for x in batches:
+        optimizer.zero_grad()
+        for part in x.chunk(micro):
+            scaler.scale(loss_of(optimizer.model, part) / micro).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(optimizer.model.parameters(), clip)
+        scaler.step(optimizer)
+        scaler.update()
+    return optimizer
+
+
+def scaler_of(device: str, scale: float = 2.0**10) -> Any:
+    return torch.amp.GradScaler(device, init_scale=scale, growth_interval=2)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("kind", [AdaFisher, AdaFisherW])
+def test_a_loss_scale_changes_nothing(kind: type[AdaFisher], micro: int, device: str) -> None:
+    """Scales are powers of two, which rounding does not see; the scale grows on the way."""
+    optimizer = kind(mlp(device), TCov=2, weight_decay=0.1)
+    scaled_run(optimizer, scaler_of(device), rows(device, 6), micro=micro)
+    plain = run(kind(mlp(device), TCov=2, weight_decay=0.1), rows(device, 6), micro)
+    assert_same(optimizer, plain, TOLERANCE)
+
+
+def test_disabled_scaler(device: str) -> None:
+    scaler = torch.amp.GradScaler(device, enabled=False)
+    optimizer = AdaFisher(mlp(device), TCov=2, grad_scaler=scaler)
+    scaled_run(optimizer, scaler, rows(device, 3), clip=1e9)
+    assert_same(optimizer, run(AdaFisher(mlp(device), TCov=2), rows(device, 3)))
+
+
+@pytest.mark.parametrize("clip", [0.0, 1e9], ids=["in step", "unscale_ and clip"])
+@pytest.mark.parametrize("after", [1, 2], ids=["unsampled", "sampled"])
+def test_gradients_that_are_not_finite_change_nothing(after: int, clip: float, device: str) -> None:
+    """Row 4: neither parameters, momentum, factors nor counters; and the run goes on as if the batch had not been."""
+    scaler = scaler_of(device)
+    optimizer = AdaFisher(mlp(device), TCov=2, grad_scaler=scaler)
+    batches = rows(device, 5)
+    scaled_run(optimizer, scaler, batches[:after], clip)
+    before, scale = everything(optimizer), scaler.get_scale()
+    scaled_run(optimizer, scaler, [torch.full_like(batches[0], torch.inf)], clip)
+    assert_same(optimizer, before)
+    assert scaler.get_scale() == scale / 2
+    scaled_run(optimizer, scaler, batches[after:], clip)
+    assert_same(optimizer, run(AdaFisher(mlp(device), TCov=2), batches), TOLERANCE)
+
+
+def test_unscale_and_clip(device: str) -> None:
+    scaler = scaler_of(device)
+    optimizer = AdaFisher(mlp(device), TCov=2, grad_scaler=scaler)
+    scaled_run(optimizer, scaler, rows(device, 4), clip=0.05)
+    plain = AdaFisher(mlp(device), TCov=2)
+    for x in rows(device, 4):
+        plain.zero_grad()
+        loss_of(plain.model, x).backward()
+        assert nn.utils.clip_grad_norm_(plain.model.parameters(), 0.05) > 0.05
+        plain.step()
+    assert_same(optimizer, plain, TOLERANCE)
+
+
+def test_unscale_without_the_scaler_is_refused_on_a_sampled_step(device: str) -> None:
+    """The gradients no longer tell the scale that the factors need."""
+    scaler = scaler_of(device)
+    optimizer = AdaFisher(mlp(device), TCov=2)
+    scaler.scale(loss_of(optimizer.model, rows(device, 1)[0])).backward()
+    scaler.unscale_(optimizer)
+    with refused(optimizer, "step: `grad_scaler` must be known", "AdaFisher(model, ..., grad_scaler=scaler)"):
+        scaler.step(optimizer)
+
+
+# Autocast
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_moments_under_autocast(dtype: torch.dtype, device: str) -> None:
+    model = net(device)
+    seen = record(model)
+    optimizer = AdaFisher(model, TCov=1, averaging=RAW)
+    for x in images(device, 4, 4):
+        optimizer.zero_grad()
+        with torch.autocast(device, dtype=dtype):
+            out = model(x)
+        assert out.dtype == dtype
+        (out.float() * torch.arange(4, device=device)).mean().backward()
+        optimizer.step()
+        assert_moments(optimizer, seen)
+
+
+def test_autocast_keeps_the_state_in_float32(device: str) -> None:
+    optimizer = AdaFisher(net(device), TCov=1)
+    for x in images(device, 4, 4):
+        optimizer.zero_grad()
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss = loss_of(optimizer.model, x)
+        loss.backward()
+        optimizer.step()
+    assert {f.dtype for pair in optimizer.factors().values() for f in pair} == {torch.float32}
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
+
+
+def test_half_precision_parameters_on_the_reference() -> None:
+    """bfloat16 parameters: momentum like them, factors in float32."""
+    optimizer = run(AdaFisher(mlp("cpu").bfloat16(), TCov=1), [x.bfloat16() for x in rows("cpu", 2)])
+    assert {f.dtype for pair in optimizer.factors().values() for f in pair} == {torch.float32}
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
+    exact = run(AdaFisher(mlp("cpu"), TCov=1), rows("cpu", 2))
+    for p, q in zip(optimizer.model.parameters(), exact.model.parameters()):
+        near(p, q, tolerance=0.05)  # eight bits of mantissa, through two steps

@@ -1,0 +1,205 @@
+"""What the tests of the PyTorch adapter share: a recorder of layers, the formulas in float64, comparisons."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cafin_cupy import CafinError
+from cafin_cupy.adapters.torch import AdaFisher
+
+torch.set_num_threads(1)  # tensors are small, and parallel test processes would fight for the cores
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+TOLERANCE = 1e-5  # float32 sums of at most a few thousand terms, relative to the largest entry
+
+
+@contextmanager
+def exact_float32() -> Iterator[None]:
+    """TF32 would round the products of the model itself, and cuDNN may choose another algorithm each time."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, False
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+        yield
+    matmul.allow_tf32 = before
+
+
+Seen = dict[str, list[tuple[nn.Module, Tensor, Tensor]]]
+
+
+def record(model: nn.Module) -> Seen:
+    """From now on (module, input, output gradient) of every backward, in float64 on the CPU, by module name."""
+    seen: Seen = {}
+
+    def tap(name: str) -> Callable[..., None]:
+        def forward(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+            h = (args[0] if args else kwargs["input"]).detach().cpu().double().clone()
+            if output.requires_grad:
+                add = seen.setdefault(name, []).append
+                output.register_hook(lambda s: add((module, h, s.detach().cpu().double().clone())))
+
+        return forward
+
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d, nn.BatchNorm2d, nn.LayerNorm)):
+            module.register_forward_hook(tap(name), with_kwargs=True)
+    return seen
+
+
+def conv_sums(module: nn.Conv2d, h: Tensor, s: Tensor) -> tuple[Tensor, Tensor, int]:
+    h, s = (x if x.dim() == 4 else x.unsqueeze(0) for x in (h, s))
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    padded = nn.functional.pad(h, module._reversed_padding_repeated_twice, mode=mode)
+    patches = nn.functional.unfold(padded, module.kernel_size, dilation=module.dilation, stride=module.stride)
+    patches = patches.reshape(len(h), module.groups, -1, patches.shape[-1])
+    return (patches**2).sum((0, 1, 3)), (s**2).sum((0, 2, 3)), s.numel() // s.shape[1]
+
+
+def raw_moments(calls: list[tuple[Any, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Raw moments (H, S) of all calls of a layer in one step, as the README's table has them."""
+    module = calls[0][0]
+    if isinstance(module, nn.Linear):
+        h, s = (torch.cat([c[k].reshape(-1, c[k].shape[-1]) for c in calls]) for k in (1, 2))
+        H, S, entry = (h**2).mean(0), (s**2).mean(0), 1.0
+    elif isinstance(module, nn.Conv2d):
+        sums = [conv_sums(*call) for call in calls]
+        n, K = sum(n for *_, n in sums), module.weight[0].numel()
+        H, S, entry = sum(a for a, *_ in sums) / (n * K), sum(b for _, b, _ in sums) / n, module.groups / K
+    else:
+        images = isinstance(module, nn.BatchNorm2d)
+        inner = 3 if images else len(module.normalized_shape)
+        pairs = [tuple(x if x.dim() > inner else x.unsqueeze(0) for x in call[1:]) for call in calls]
+        batch, units = sum(len(h) for h, _ in pairs), max(h.shape[1] for h, _ in pairs)
+        u = torch.zeros(units, dtype=torch.float64)
+        for h, _ in pairs:
+            Q = math.prod(h.shape[2:])
+            u[: h.shape[1]] += h.reshape(len(h), h.shape[1], -1).sum((0, 2)) / Q**2
+        total = sum(s.sum((0, 2, 3)) if images else s.reshape(-1, module.weight.numel()).sum(0) for _, s in pairs)
+        H, S, entry = (u**2).sum().reshape(1) / batch**2, total**2 / batch, units / batch**2
+        return torch.cat([H, torch.tensor([entry])]), S  # two entries, with or without a bias
+    return (H if module.bias is None else torch.cat([H, torch.tensor([entry])])), S
+
+
+def near(got: Tensor, true: Tensor, what: str = "", tolerance: float = TOLERANCE) -> None:
+    assert got.shape == true.shape, what
+    if true.numel():
+        error = (got.detach().cpu().double() - true.detach().cpu().double()).abs().max().item()
+        largest = true.abs().max().item()
+        assert error <= tolerance * largest, f"{what}: error {error:.2e} of {largest:.2e}"
+
+
+def assert_moments(optimizer: AdaFisher, seen: Seen) -> None:
+    """The optimizer, made with helpers.RAW, holds the moments of all that was seen since the last call."""
+    assert seen
+    for name, calls in seen.items():
+        for got, true, letter in zip(optimizer.factors()[name], raw_moments(calls), "HS"):
+            near(got, true, f"{letter} of {name}")
+    seen.clear()
+
+
+def weighted(out: Tensor) -> Tensor:
+    """A loss whose gradient has another value and sign at every place."""
+    n = max(1, out.numel())
+    return (out.float() * torch.arange(n, device=out.device).reshape(out.shape).sin()).sum() / n
+
+
+class Net(nn.Module):
+    """Every layer type; convolution, norm and activation in place, and a residual addition in place."""
+
+    def __init__(self, inplace: bool = True, norm: bool = True) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(6) if norm else nn.Identity()
+        self.act = nn.ReLU(inplace=inplace)
+        self.conv = nn.Conv2d(6, 6, 3, padding=1, groups=2)
+        self.fc = nn.Linear(6, 8)
+        self.ln = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 4)
+        self.inplace = inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.norm(self.stem(x)))
+        y = self.conv(x)
+        y = self.act(y.add_(x) if self.inplace else y + x)
+        return self.head(self.act(self.ln(self.fc(y.mean((2, 3))))))
+
+
+def net(device: str, **options: Any) -> Net:
+    torch.manual_seed(1)
+    return Net(**options).to(device)
+
+
+def images(device: str, *sizes: int) -> list[Tensor]:
+    torch.manual_seed(2)
+    return [torch.randn(n, 3, 9, 8, device=device) for n in sizes]
+
+
+def mlp(device: str) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3)).to(device)
+
+
+def rows(device: str, count: int, batch: int = 6) -> list[Tensor]:
+    torch.manual_seed(4)
+    return [torch.randn(batch, 5, device=device) for _ in range(count)]
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).float().square().mean()
+
+
+def run(optimizer: Any, batches: list[Tensor], micro: int = 1) -> Any:
+    """Train the optimizer's model on the batches, each split into `micro` parts."""
+    for x in batches:
+        optimizer.zero_grad()
+        for part in x.chunk(micro):
+            (loss_of(optimizer.model, part) / micro).backward()
+        optimizer.step()
+    return optimizer
+
+
+def everything(optimizer: AdaFisher) -> dict[str, Any]:
+    """Copies of all that a step may change."""
+    found: dict[str, Any] = {"steps": optimizer.steps}
+    for name, p in optimizer.model.named_parameters():
+        state = optimizer.state.get(p, {})
+        found[name] = p.detach().clone()
+        found[f"step of {name}"] = state.get("step", 0)
+        found[f"momentum of {name}"] = state["exp_avg"].clone() if "exp_avg" in state else torch.zeros_like(p)
+    for name, pair in optimizer.factors().items():
+        found[f"H of {name}"], found[f"S of {name}"] = (f.clone() for f in pair)
+    return found
+
+
+def assert_same(a: AdaFisher, b: Any, tolerance: float = 0.0) -> None:
+    """Two runs agree, bit for bit or to `tolerance` of each tensor's largest entry; `b` may be `everything` of one."""
+    one, other = everything(a), b if isinstance(b, dict) else everything(b)
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        if not isinstance(value, Tensor):
+            assert value == other[name], name
+        elif tolerance:
+            near(value, other[name], name, tolerance)
+        else:
+            assert torch.equal(value, other[name]), name
+
+
+@contextmanager
+def refused(optimizer: AdaFisher, *words: str) -> Iterator[None]:
+    """The block raises a CafinError that holds all `words`, and changes nothing."""
+    before = everything(optimizer)
+    with pytest.raises(CafinError) as caught:
+        yield
+    missing = [word for word in words if word not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+    assert_same(optimizer, before)
+
+
+def hook_count(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) for module in model.modules())
