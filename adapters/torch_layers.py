@@ -107,8 +107,8 @@ def keep(h: Tensor) -> Callable[[], Tensor]:
     """
     if _top_hooks(False) is None:
         return lambda: h
-    node = _Keep.apply(h, _ANCHOR).grad_fn
-    return lambda: node.saved_tensors[0]  # type: ignore[no-any-return]
+    token = _Keep.apply(h, _ANCHOR)  # the saved tensor lives as long as this one
+    return lambda: token.grad_fn.saved_tensors[0]  # type: ignore[no-any-return]
 
 
 _transforming = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)

@@ -216,7 +216,19 @@ def on_stream(array: Any, device: int, stream: Any) -> Any:
         return torch.cuda.stream(torch.cuda.ExternalStream(address, device=torch.device("cuda", device)))
     import cupy
 
+    if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14
+        return cupy.cuda.Stream.from_external(_Address(address))
     return cupy.cuda.ExternalStream(address, device)
+
+
+class _Address:
+    """A stream known by its address, in the protocol by which CuPy takes it over."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
 
 
 def allocate(like: Any, size: int) -> tuple[Any, int]:

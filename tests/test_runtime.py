@@ -98,5 +98,5 @@ def test_kernels_load_and_are_kept() -> None:
 def test_a_kernel_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "_functions", {})
     monkeypatch.setattr(runtime, "source", lambda stem: "nonsense")
-    with pytest.raises(BackendError, match=r"kernel `update` must compile for cuda:0.*doctor"):
+    with pytest.raises(BackendError, match=r"(?s)kernel `update` must compile for cuda:0.*doctor"):
         runtime.function("update", "update", 0)

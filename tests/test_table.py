@@ -74,7 +74,7 @@ def test_rows_reach_the_device() -> None:
     import cupy
 
     like = cupy.zeros(1)
-    rows = table.DeviceTable(table.Chunk, 5, like)
+    rows = table.DeviceTable(table.Chunk, 5, like, 0)
     rows.rows["parameter"], rows.rows["number"] = np.arange(5), 7
     stream = cupy.cuda.Stream(non_blocking=True)
     rows.upload(stream.ptr)
@@ -82,7 +82,7 @@ def test_rows_reach_the_device() -> None:
     back = np.zeros(5, table.Chunk)
     cupy.cuda.runtime.memcpy(back.ctypes.data, rows.ptr, back.nbytes, cupy.cuda.runtime.memcpyDeviceToHost)
     np.testing.assert_array_equal(back, rows.rows)
-    table.DeviceTable(table.Chunk, 0, like).upload(0)  # nothing to do
+    table.DeviceTable(table.Chunk, 0, like, 0).upload(0)  # nothing to do
 
 
 @pytest.mark.gpu
@@ -92,7 +92,7 @@ def test_uploads_behind_a_busy_stream_keep_their_own_content() -> None:
     import torch
 
     stream = torch.cuda.Stream()
-    rows = table.DeviceTable(table.Chunk, 3, torch.zeros(1, device="cuda"))
+    rows = table.DeviceTable(table.Chunk, 3, torch.zeros(1, device="cuda"), 0)
     seen = torch.zeros(8, 3, 2, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
