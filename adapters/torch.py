@@ -205,7 +205,6 @@ class AdaFisher(torch.optim.Optimizer):
 
     # Step
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update all parameters that have a gradient, in place, on the current stream.
 

@@ -23,8 +23,8 @@ from .rule import Averaging
 from .runtime import Arguments, Launch, prepare
 
 WARPS = 8  # rows that a block of column_sums reads at once
-ENOUGH_BLOCKS = 1056  # split long batches until a launch has so many; a constant, so results agree across GPUs
-LEAST_ROWS = 32  # per block, so that partial sums stay few
+ENOUGH_BLOCKS = 528  # split long batches until a launch has so many; a constant, so results agree across GPUs
+LEAST_ROWS = 64  # per block, so that partial sums stay few
 FOLD_BLOCK = 256
 
 
@@ -85,6 +85,7 @@ class _Half:
         self.like = like
         self.sums: Any = None
         self.ptr = 0  # of the sums
+        self.outputs = 0  # sums that the present geometry gives
         self.units = 0  # length of the sums; groups * K for a grouped convolution's input
         self.operand = np.zeros((), table.Operand)
         self.job = np.zeros((), table.FoldJob)
@@ -117,21 +118,21 @@ class _Half:
             job["height"], job["width"] = image.image
             job["out_height"], job["out_width"] = image.output
             job["kernel_height"], job["kernel_width"] = image.kernel
+        self.outputs = int(job["outputs"])
 
     def room(self, keep: bool) -> None:
         """Raw sums for this geometry's results; with `keep`, behind those already there (a longer sequence)."""
-        outputs = int(self.job["outputs"])
+        outputs = self.outputs
         if self.sums is None or outputs > self.sums.shape[0]:
             xp = _namespace(self.like)
             longer = xp.zeros((outputs,), dtype=xp.float32, device=self.like.device)
             if keep:
                 longer[: self.units] = self.sums[: self.units]
             self.sums = longer
+            self.ptr = view(longer).ptr
         elif keep and outputs > self.units:
             self.sums[self.units : outputs] = 0.0
         self.units = max(self.units, outputs) if keep else outputs
-        self.ptr = view(self.sums).ptr
-        self.job["sums"] = self.ptr
 
 
 def _namespace(array: Any) -> Any:
@@ -257,15 +258,15 @@ class CudaFactors(Factors):
         for sums in waiting:
             for half in sums.halves:
                 half.room(sums.folded)
-        key = [(id(sums), sums.version, sums.folded, sums.halves[0].units) for sums in waiting]
+        key = [(id(sums), sums.version, sums.folded, sums.halves[0].ptr) for sums in waiting]
         rows = self._fold_table.rows
         if key != self._fold_key:
             first = 0
             for place, half in enumerate(half for sums in waiting for half in sums.halves):
-                half.job["first"] = first
+                half.job["first"], half.job["sums"] = first, half.ptr
                 half.job["add"] = waiting[place // 2].folded
                 rows[place] = half.job
-                first += int(half.job["outputs"])
+                first += half.outputs
             self._fold_table.upload(stream)
             self._fold_key, self._fold_outputs = key, first
         self._fold_arguments.values[...] = (self._fold_table.ptr, self._fold_outputs, 2 * len(waiting))

@@ -88,7 +88,7 @@ class CudaUpdate:
         self._last: tuple[Any, ...] = (None, None, None, None)
         values = self._arguments.values
         values["parameters"], values["chunks"] = self._table.ptr, self._chunks.ptr
-        self._hypers = values["hypers"]
+        self._hypers: Any = values["hypers"].view(np.uint8)
 
     def __call__(
         self,
@@ -119,7 +119,8 @@ class CudaUpdate:
             self._fill(p, g, m, which)
             self._table.upload(stream)
             self._last = (p, g, m, which)
-        self._hypers[: len(scalars)] = scalars
+        for number, values in enumerate(scalars):
+            table.HYPER.pack_into(self._hypers, number * table.HYPER.size, *values)
         self._launch(self._arguments, self._blocks, stream)
 
     def _fill(self, p: list[int], g: list[int], m: list[int], which: list[int]) -> None:

@@ -41,6 +41,8 @@ struct Fold {
 static_assert(sizeof(FoldJob) == SIZEOF_FoldJob, "kernels and cafin_cupy/table.py disagree on FoldJob");
 static_assert(sizeof(Fold) == SIZEOF_Fold, "kernels and cafin_cupy/table.py disagree on Fold");
 
+constexpr int UNROLL = 4;
+
 __device__ inline A plain(const FoldJob& job, i64 output, int lane) {
     const int parts = job.run == 1 ? 1 : tiles_of(output, job.run);
     A sum = 0;
@@ -61,11 +63,18 @@ __device__ inline A patches(const FoldJob& job, i64 output, int lane) {
     A sum = 0;
     for (int slice = 0; slice < job.slices; ++slice) {
         const A* image = job.columns + slice * job.pixels + channel * job.channel_step;
-        for (int position = lane; position < positions; position += WARP) {
-            const int y = position / job.out_width * job.stride_y + top;
-            const int x = position % job.out_width * job.stride_x + left;
-            if (y >= 0 && y < job.height && x >= 0 && x < job.width)
-                sum += image[y * job.row_step + x * job.column_step];
+        for (int first = lane; first < positions; first += UNROLL * WARP) {
+            A pixel[UNROLL];  // independent loads in flight
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) {
+                const int position = first + u * WARP;
+                const int y = position / job.out_width * job.stride_y + top;
+                const int x = position % job.out_width * job.stride_x + left;
+                const bool seen = position < positions && y >= 0 && y < job.height && x >= 0 && x < job.width;
+                pixel[u] = seen ? image[y * job.row_step + x * job.column_step] : A(0);
+            }
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) sum += pixel[u];
         }
     }
     return sum;

@@ -69,6 +69,11 @@ def test_constants_agree() -> None:
     assert f"-DCHUNK={table.CHUNK}" in runtime.options()
 
 
+def test_packed_scalars_are_a_hyper() -> None:
+    packed = np.frombuffer(table.HYPER.pack(1, 2, 3, 4, 5, 6, 7, 8), table.Hyper)[0]
+    assert table.HYPER.size == table.Hyper.itemsize and packed.item() == (1, 2, 3, 4, 5, 6, 7, 8)
+
+
 @pytest.mark.gpu
 def test_rows_reach_the_device() -> None:
     import cupy
