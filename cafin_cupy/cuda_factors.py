@@ -23,7 +23,7 @@ from .rule import Averaging
 from .runtime import Arguments, Launch, prepare
 
 WARPS = 8  # rows that a block of column_sums reads at once
-ENOUGH_BLOCKS = 528  # split long batches until a launch has so many; a constant, so results agree across GPUs
+ENOUGH_BLOCKS = 264  # split long batches until a launch has so many; a constant, so results agree across GPUs
 LEAST_ROWS = 64  # per block, so that partial sums stay few
 FOLD_BLOCK = 256
 

@@ -38,19 +38,45 @@ struct ColumnSums {
 static_assert(sizeof(ColumnSums) == SIZEOF_ColumnSums, "kernels and cafin_cupy/table.py disagree on ColumnSums");
 
 constexpr int WARPS = 8;
-constexpr int UNROLL = 4;  // rows in flight per thread
+constexpr int UNROLL = 8;  // rows in flight per thread
 
 __device__ inline A term(T x, bool square) {
     const A a = A(x);
     return square ? a * a : a;
 }
 
-// Four neighbouring elements of a row; those behind the last column count as 0.
-__device__ inline Four<T> load(const T* row, i64 column, i64 columns, bool vector) {
-    if (vector && column + 4 <= columns) return *reinterpret_cast<const Four<T>*>(row + column);
-    Four<T> x;
-    for (int k = 0; k < 4; ++k) x.at[k] = column + k < columns ? row[column + k] : T(0);
-    return x;
+// Four neighbouring elements of a row in one access, or one by one; those behind the last column count as 0.
+template <bool VECTOR>
+__device__ inline Four<T> load(const T* row, i64 column, i64 columns) {
+    if constexpr (VECTOR) {
+        return *reinterpret_cast<const Four<T>*>(row + column);
+    } else {
+        Four<T> x;
+        for (int k = 0; k < 4; ++k) x.at[k] = column + k < columns ? row[column + k] : T(0);
+        return x;
+    }
+}
+
+// Sums of four neighbouring columns over every WARPS-th row from `row` on.
+template <bool VECTOR>
+__device__ inline Four<A> sum_rows(const Operand& o, i64 row, i64 end, i64 column) {
+    const bool square = o.square;
+    const i64 step = WARPS * o.stride;
+    const T* x = o.x + row * o.stride;
+    Four<A> sum = {};
+    for (; row + (UNROLL - 1) * WARPS < end; row += UNROLL * WARPS, x += UNROLL * step) {
+        Four<T> rows[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) rows[u] = load<VECTOR>(x + u * step, column, o.columns);
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u)
+            for (int k = 0; k < 4; ++k) sum.at[k] += term(rows[u].at[k], square);
+    }
+    for (; row < end; row += WARPS, x += step) {
+        const Four<T> last = load<VECTOR>(x, column, o.columns);
+        for (int k = 0; k < 4; ++k) sum.at[k] += term(last.at[k], square);
+    }
+    return sum;
 }
 
 __device__ inline void put(const Operand& o, i64 index, A sum) {
@@ -72,23 +98,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP) column_sums(const Col
     const int lane = threadIdx.x % WARP;
     const i64 column = i64(tile) * TILE + 4 * lane;
     const i64 end = min(o.rows, (slice + 1) * o.slice);
-    const bool square = o.square, vector = o.vector;
-
-    Four<A> sum = {};
-    i64 row = slice * o.slice + warp;
-    for (; row + (UNROLL - 1) * WARPS < end; row += UNROLL * WARPS) {
-        Four<T> x[UNROLL];
-#pragma unroll
-        for (int u = 0; u < UNROLL; ++u) x[u] = load(o.x + (row + u * WARPS) * o.stride, column, o.columns, vector);
-#pragma unroll
-        for (int u = 0; u < UNROLL; ++u)
-            for (int k = 0; k < 4; ++k) sum.at[k] += term(x[u].at[k], square);
-    }
-    for (; row < end; row += WARPS) {
-        const Four<T> x = load(o.x + row * o.stride, column, o.columns, vector);
-        for (int k = 0; k < 4; ++k) sum.at[k] += term(x.at[k], square);
-    }
-    partial[warp][lane] = sum;
+    const i64 row = slice * o.slice + warp;
+    const bool vector = o.vector && column + 4 <= o.columns;
+    partial[warp][lane] = vector ? sum_rows<true>(o, row, end, column) : sum_rows<false>(o, row, end, column);
     __syncthreads();
 
     if (threadIdx.x < TILE) {
