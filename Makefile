@@ -45,7 +45,7 @@ test: $(VENV)/.for-test ## run the tests; those that need a GPU are skipped wher
 check: $(VENV)/.for-check ## format, lint, types, tests, then the tests again on the built wheel
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
-	$(PY) -m mypy cafin_cupy adapters
+	$(PY) -m mypy cafin_cupy adapters bench
 	$(PY) -m pytest $(PYTEST_ARGS)
 	$(MAKE) package
 
