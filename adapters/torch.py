@@ -254,7 +254,7 @@ class AdaFisher(torch.optim.Optimizer):
             warnings.warn(
                 f"{type(self).__name__}: no layer was seen on a sampled step, so the factors stay as they are. Hooks "
                 "do not run in a model compiled before the optimizer was made, nor do layers in eval mode count.",
-                stacklevel=5,
+                stacklevel=4,
             )
         factors.update(loss_scale)
         self._seen = False
