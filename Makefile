@@ -50,15 +50,18 @@ check: $(VENV)/.for-check ## format, lint, types, tests, then the tests again on
 	$(MAKE) package
 
 # The source tree is deleted from the unpacked sdist, so its tests can only find the installed wheel. The second
-# environment sees the packages of the first through a .pth file; the wheel itself comes first on its path.
+# environment sees the packages of the first through a .pth file; the wheel itself comes first on its path. NVIDIA's
+# libraries are looked up beside the interpreter's own packages, hence the link.
 package: $(VENV)/.for-check ## build the sdist, from it the wheel, and run the sdist's tests on the installed wheel
 	rm -rf build dist
 	$(PY) -m build --outdir dist .
 	@set -e; tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
 	$(PY) -m venv "$$tmp/venv"; py="$$tmp/venv/bin/python"; \
 	"$$py" -m pip install --quiet --no-deps dist/*.whl; \
-	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-	    >"$$("$$py" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"; \
+	site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	theirs="$$($(PY) -c "$$site")"; ours="$$("$$py" -c "$$site")"; \
+	echo "$$theirs" >"$$ours/borrowed.pth"; \
+	if [ -d "$$theirs/nvidia" ]; then ln -s "$$theirs/nvidia" "$$ours/nvidia"; fi; \
 	tar -xzf dist/*.tar.gz -C "$$tmp"; cd "$$tmp"/cafin_cupy-*; rm -rf cafin_cupy adapters kernels; \
 	"$$py" -m pytest $(PYTEST_ARGS)
 

@@ -81,8 +81,16 @@ class AdaFisher(torch.optim.Optimizer):
         parameters = list(model.parameters())
         if not parameters:
             refuse(where, "model", "have parameters", "none")
+        for name, p in model.named_parameters():
+            if not p.is_floating_point() or p.is_meta:
+                got = f"{p.dtype} on {p.device}"
+                refuse(
+                    where, f"model ({name})", "have real floating-point parameters in memory", got, "convert it first"
+                )
+        if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
+            refuse(where, "grad_scaler", "be a GradScaler", type(grad_scaler).__name__, kind=CafinTypeError)
         requested(backend, where)
-        self.TCov = whole(where, "TCov", TCov, 1)
+        self.TCov = TCov
         self.averaging = Averaging.named(averaging, gamma)
         self.model = model
         self.steps = 0
@@ -106,7 +114,7 @@ class AdaFisher(torch.optim.Optimizer):
         self._taps: list[Any] = []
         weakref.finalize(self, _detach, self._taps)
         self._warned = False
-        self._seen = False  # a layer has been seen since the last refresh
+        self._seen: set[int] = set()  # layers that have been seen since the last refresh
         self._hypers: dict[Any, Hyper] = {}  # the last checked scalars
 
     def _find_layers(self) -> None:
@@ -156,6 +164,15 @@ class AdaFisher(torch.optim.Optimizer):
         return choose(self._requested, self._device(), dtypes, type(self).__name__)
 
     @property
+    def TCov(self) -> int:
+        """Every how many steps the factors are refreshed."""
+        return self._TCov
+
+    @TCov.setter
+    def TCov(self, value: int) -> None:
+        self._TCov = whole(type(self).__name__, "TCov", value, 1)
+
+    @property
     def samples(self) -> bool:
         """True if the next step refreshes the factors."""
         return self.steps % self.TCov == 0
@@ -186,7 +203,7 @@ class AdaFisher(torch.optim.Optimizer):
         """From backward: a layer's input and output gradient."""
         if not self.samples:  # a late backward through a graph of an earlier, sampled step
             return
-        self._seen = True
+        self._seen.add(index)
         factors = self._factors
         if factors.kernels and (h.dtype is not torch.float32 or s.dtype is not torch.float32):
             h, s = h.float(), s.float()
@@ -239,25 +256,30 @@ class AdaFisher(torch.optim.Optimizer):
         hypers = [self._hyper("step", group) for group in self.param_groups]
         grads = self._plan.gradients()
         if self.samples:
-            self._refresh(loss_scale, any(g is not None for g in grads))
+            self._refresh(loss_scale)
         self._plan.update(hypers, grads, grad_scale)
         self.steps += 1
         if self._taps or self.samples:
             self._attach()
         return loss
 
-    def _refresh(self, loss_scale: float, have_gradients: bool) -> None:
+    def _refresh(self, loss_scale: float) -> None:
         _refuse_ranks("step")
-        factors = self._factors
-        if self._layers and have_gradients and not self._seen and not self._warned:
+        unseen = [
+            name for name, _, index, layer in self._modules if index not in self._seen and layer.weight.grad is not None
+        ]
+        if unseen and not self._warned:
             self._warned = True
+            shown = ", ".join(map(repr, unseen[:8])) + (f" and {len(unseen) - 8} more" if len(unseen) > 8 else "")
             warnings.warn(
-                f"{type(self).__name__}: no layer was seen on a sampled step, so the factors stay as they are. Hooks "
-                "do not run in a model compiled before the optimizer was made, nor do layers in eval mode count.",
+                f"{type(self).__name__}: layers have gradients but were not seen on a sampled step, so their factors "
+                f"stay as they are: {shown}. Their forward was not called (nn.MultiheadAttention uses the weights of "
+                "its out_proj), ran in eval mode, or was compiled without hooks (set "
+                "torch._dynamo.config.skip_nnmodule_hook_guards = False before torch.compile).",
                 stacklevel=4,
             )
-        factors.update(loss_scale)
-        self._seen = False
+        self._factors.update(loss_scale)
+        self._seen.clear()
 
     def _unscaling(self) -> tuple[float, float] | None:
         """(scale of the gradients, scale of the loss), or None if a scaler found non-finite gradients."""
@@ -319,6 +341,11 @@ class AdaFisher(torch.optim.Optimizer):
         S = check_factors(
             where, "S_D", state_dict["S_D"], names, [self._layers[k].S_size for _, _, k, _ in self._modules]
         )
+        factors = self._factors
+        pairs = [
+            [F.to(device=mine[index].device, dtype=mine[index].dtype) for F, mine in ((h, factors.H), (s, factors.S))]
+            for (_, _, index, _), h, s in zip(self._modules, H, S)
+        ]
         super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         for group in self.param_groups:
             for name in _SCALARS:
@@ -328,9 +355,8 @@ class AdaFisher(torch.optim.Optimizer):
                 state["step"] = int(state["step"])
             if "exp_avg" in state:
                 state["exp_avg"] = state["exp_avg"].clone()  # torch shares it with the caller's dict
-        factors = self._factors
-        for (_, _, index, _), *pair in reversed(list(zip(self._modules, H, S))):  # the first of shared modules wins
-            factors.load(index, *(F.to(factors.H[index].device) for F in pair))
+        for (_, _, index, _), pair in reversed(list(zip(self._modules, pairs))):  # the first of shared modules wins
+            factors.load(index, *pair)
         factors.discard()
         self.steps = int(state_dict["steps"])
         self._attach()
@@ -341,7 +367,7 @@ class AdaFisher(torch.optim.Optimizer):
                 f"{type(self).__name__}: a copy must be made between steps, got one between backward and step; "
                 "call step() or zero_grad() first"
             )
-        kept = ("model", "TCov", "averaging", "steps", "grad_scaler", "_requested")
+        kept = ("model", "_TCov", "averaging", "steps", "grad_scaler", "_requested")
         factors = self._factors
         mine = {name: self.__dict__[name] for name in kept}
         return {**super().__getstate__(), "_copied": (mine, list(factors.H), list(factors.S))}

@@ -18,10 +18,12 @@ def describe(name: str, module: nn.Module) -> Layer | None:
     kind = next((known for known in _DESCRIBE if isinstance(module, known)), None)
     if kind is None:
         return None
+    if nn.utils.parametrize.is_parametrized(module, "weight"):
+        return None  # computed anew at each access, which may even change the module's state
     weight, bias = module.weight, module.bias
     if isinstance(weight, nn.parameter.UninitializedParameter):
         refuse("AdaFisher", "model", "have initialised parameters", f"a lazy `{name}`", "run one forward pass first")
-    if not isinstance(weight, nn.Parameter):  # affine=False, or computed by a parametrization
+    if not isinstance(weight, nn.Parameter):  # affine=False, or computed by a hook
         return None
     return _DESCRIBE[kind](name, module, weight, bias if isinstance(bias, nn.Parameter) else None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cafin_cupy.errors import CafinTypeError, refuse
@@ -16,26 +17,29 @@ KEYS = ("state", "param_groups", "H_D", "S_D", "steps")
 def check_state(where: str, state_dict: Any, param_groups: list[dict[str, Any]]) -> None:
     """Refuse a dict that is not an AdaFisher's, or not of these parameters."""
     mend = "it must come from AdaFisher's state_dict()"
-    if not isinstance(state_dict, Mapping):
-        refuse(where, "state_dict", "be a mapping", type(state_dict).__name__, mend, CafinTypeError)
-    for key in KEYS:
-        if key not in state_dict:
-            refuse(where, "state_dict", f"have the key {key!r}", sorted(map(str, state_dict)), mend)
+    _mapping(where, "state_dict", state_dict, KEYS, mend)
     whole(where, "steps", state_dict["steps"], 0)
+    groups, state = state_dict["param_groups"], state_dict["state"]
+    if not isinstance(groups, (list, tuple)):
+        refuse(where, "param_groups", "be a list of groups", type(groups).__name__, mend, CafinTypeError)
+    for number, group in enumerate(groups):
+        _mapping(where, f"param_groups[{number}]", group, ("params",), mend)
+        if not isinstance(group["params"], list) or not all(isinstance(index, int) for index in group["params"]):
+            refuse(where, f"param_groups[{number}]['params']", "be a list of numbers", group["params"], mend)
     sizes = [len(group["params"]) for group in param_groups]
-    given = [len(group["params"]) for group in state_dict["param_groups"]]
+    given = [len(group["params"]) for group in groups]
     if given != sizes:
         refuse(where, "param_groups", f"have groups of {sizes} parameters", given)
-    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    _mapping(where, "state", state, (), mend)
+    indices = [index for group in groups for index in group["params"]]
     parameters = dict(zip(indices, (p for group in param_groups for p in group["params"])))
-    for index, entry in state_dict["state"].items():
+    for index, entry in state.items():
         if index not in parameters:
             refuse(where, "state", f"have keys among {indices}", index)
+        _mapping(where, f"state[{index}]", entry, (), mend)
         whole(where, f"state[{index}]['step']", entry.get("step", 0), 0)
-        average = entry.get("exp_avg")
-        shape = tuple(parameters[index].shape)
-        if average is not None and not (isinstance(average, Tensor) and tuple(average.shape) == shape):
-            refuse(where, f"state[{index}]['exp_avg']", f"be a tensor of shape {shape}", describe(average))
+        if "exp_avg" in entry:
+            _numbers(where, f"state[{index}]['exp_avg']", entry["exp_avg"], tuple(parameters[index].shape))
 
 
 def check_factors(where: str, key: str, given: Any, names: Sequence[str], sizes: Sequence[int]) -> list[Tensor]:
@@ -44,10 +48,27 @@ def check_factors(where: str, key: str, given: Any, names: Sequence[str], sizes:
         got = len(given) if isinstance(given, (list, tuple)) else type(given).__name__
         refuse(where, key, f"hold {len(names)} tensors, one for each layer", got)
     for name, size, factor in zip(names, sizes, given):
-        if not isinstance(factor, Tensor) or tuple(factor.shape) != (size,):
-            refuse(where, f"{key} of {name}", f"be a tensor of shape ({size},)", describe(factor))
+        _numbers(where, f"{key} of {name}", factor, (size,))
+        if not bool(((factor >= 0) & torch.isfinite(factor)).all()):
+            refuse(
+                where, f"{key} of {name}", "hold finite numbers >= 0", "others", "the run that saved it had diverged"
+            )
     return list(given)
 
 
-def describe(value: Any) -> str:
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+def _mapping(where: str, name: str, value: Any, keys: Sequence[str], mend: str) -> None:
+    if not isinstance(value, Mapping):
+        refuse(where, name, "be a mapping", type(value).__name__, mend, CafinTypeError)
+    for key in keys:
+        if key not in value:
+            refuse(where, name, f"have the key {key!r}", sorted(map(str, value)), mend)
+
+
+def _numbers(where: str, name: str, value: Any, shape: tuple[int, ...]) -> None:
+    """Refuse what is not a dense tensor of real floating-point numbers in memory."""
+    if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+        got = str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+        refuse(where, name, f"be a tensor of shape {shape}", got)
+    if value.layout is not torch.strided or not value.is_floating_point() or value.is_meta:
+        got = f"{value.dtype}, {value.layout}, on {value.device}"
+        refuse(where, name, "be a dense tensor of real floating-point numbers in memory", got)

@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     run = train.add_argument_group("run")
     run.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: auto, the GPU if PyTorch sees one")
     run.add_argument("--backend", choices=("cuda", "reference"), help="of AdaFisher; default: cuda where it can run")
-    run.add_argument("--epochs", type=int, metavar="N")
+    run.add_argument("--epochs", type=int, metavar="N", help="default: 12")
     run.add_argument("--batch-size", type=int, metavar="N", help="default: 64")
     run.add_argument("--seed", type=int, metavar="N", help="of weights, order and shifts; default: 0")
     run.add_argument("--output", type=Path, metavar="PATH", help="PNG of the curves; default: training.png")

@@ -45,11 +45,23 @@ class View(NamedTuple):
 
     @property
     def extent(self) -> tuple[int, int]:
-        """First and one past the last byte that belong to the array (strides are never negative here)."""
+        """First and one past the last byte that belong to the array."""
         if self.size == 0:
             return self.ptr, self.ptr
         item = item_size(self.dtype)
-        return self.ptr, self.ptr + item * (1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides)))
+        steps = [(n - 1) * s for n, s in zip(self.shape, self.strides)]
+        low, high = sum(s for s in steps if s < 0), sum(s for s in steps if s > 0)
+        return self.ptr + item * low, self.ptr + item * (high + 1)
+
+    @property
+    def overlaps_itself(self) -> bool:
+        """True if two entries may share memory: an axis is shorter than what lies below it."""
+        reach = 0
+        for s, n in sorted((abs(s), n) for n, s in zip(self.shape, self.strides) if n > 1):
+            if s <= reach:
+                return self.size > 0
+            reach += (n - 1) * s
+        return False
 
     @property
     def contiguous(self) -> bool:
@@ -126,21 +138,15 @@ def view(array: Any, where: str = "view", name: str = "array") -> View:
     elif hasattr(array, "__array_interface__"):
         interface, device = array.__array_interface__, "cpu"
     else:
-        refuse(
-            where,
-            name,
-            "be an array whose memory can be written in place",
-            type(array).__module__ + "." + type(array).__name__,
-            "the functions of cafin_cupy.reference return new arrays instead",
-            CafinTypeError,
-        )
+        import numpy
+
+        array = numpy.from_dlpack(array)  # JAX: to be read, not written
+        interface, device = array.__array_interface__, "cpu"
     shape = tuple(int(n) for n in interface["shape"])
     dtype = _dtype_name(interface["typestr"], where, name)
     item = item_size(dtype)
     in_bytes = interface.get("strides") or tuple(item * step for step in contiguous_strides(shape))
     in_elements = tuple(int(step) // item for step in in_bytes)
-    if any(s < 0 for s in in_elements):
-        refuse(where, name, "have no negative stride", f"strides {in_elements}", "pass a copy")
     ptr, read_only = interface["data"]
     return View(int(ptr), shape, in_elements, dtype, device, not read_only, array)
 
@@ -303,6 +309,38 @@ def _structure(tree: Any) -> str:
     return type(tree).__name__
 
 
+def where_is(array: Any) -> int | str:
+    """ "cpu", or the number of the CUDA device; of any array that the reference can compute on."""
+    kind, number = array.__dlpack_device__()
+    return "cpu" if kind in _DLPACK_CPU else int(number)
+
+
+def beside(array: Any, target: Any, where: str, name: str) -> Any:
+    """`array` as the framework of `target` sees it: itself, or an array of that framework on the same memory.
+
+    Raises:
+        CafinError: it lies on another device, or is no array.
+    """
+    from array_api_compat import array_namespace, device
+
+    array = known(array, where, name)
+    if where_is(array) != where_is(target):
+        refuse(where, name, f"be on {place(where_is(target))}", place(where_is(array)), "move it there")
+    xp = array_namespace(target)
+    if array_namespace(array) is xp:
+        return array
+    if torch_of(array) is None and not hasattr(array, "__array_interface__") and where_is(array) == "cpu":
+        import numpy
+
+        array = numpy.array(numpy.from_dlpack(array))  # JAX: torch would take its buffer for a flat one
+    return xp.asarray(array, device=device(target))
+
+
+def place(device: int | str) -> str:
+    """A device's usual name."""
+    return f"cuda:{device}" if isinstance(device, int) else device
+
+
 def refuse_overlap(where: str, written: Sequence[tuple[str, View]], read: Sequence[tuple[str, View]] = ()) -> None:
     """Refuse arrays that are written and share memory with any other: their updates would run in no defined order."""
     spans = sorted(
@@ -316,6 +354,6 @@ def refuse_overlap(where: str, written: Sequence[tuple[str, View]], read: Sequen
         for kind, (other_device, other_end, other) in reach.items():
             if (is_written or kind) and other_device == device and start < other_end:
                 rule = f"not share memory with `{other}`"
-                refuse(where, name, rule, "overlapping memory", "pass each array once, or a copy")
+                refuse(where, name, rule, "overlapping or interleaved memory", "pass each array once, or a copy")
         if is_written not in reach or reach[is_written][0] != device or reach[is_written][1] < end:
             reach[is_written] = (device, end, name)

@@ -308,7 +308,7 @@ class CudaFactors(Factors):
         entry = layer.bias_entry(sums.count, h.units)
         return (
             (h.ptr, H, H_effective, h.units // groups, layer.H_size, groups, H_mean, entry or 0.0),
-            (s.ptr, S, S_effective, s.units, layer.S_size, 1, S_mean / grad_scale**2, 0.0),
+            (s.ptr, S, S_effective, s.units, layer.S_size, 1, S_mean / grad_scale / grad_scale, 0.0),
             layer.norm,
             0,
         )

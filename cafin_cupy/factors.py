@@ -12,8 +12,7 @@ from typing import Any
 from array_api_compat import array_namespace, device
 
 from . import reference
-from .arrays import known
-from .errors import refuse
+from .arrays import beside, known
 from .layers import Layer
 from .rule import Averaging
 
@@ -109,11 +108,9 @@ class ReferenceFactors(Factors):
 
     def accumulate(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
         layer = layer or self.layers[index]
-        h, s = known(h, "accumulate", "h"), known(s, "accumulate", "s")
+        h = beside(h, self.H[index], "accumulate", f"h of {layer.label}")
+        s = beside(s, self.H[index], "accumulate", f"s of {layer.label}")
         layer.check(tuple(h.shape), tuple(s.shape))
-        for name, array in (("h", h), ("s", s)):
-            if device(array) != device(self.H[index]):
-                refuse("accumulate", f"{name} of {layer.label}", f"be on {device(self.H[index])}", device(array))
         if 0 in h.shape or 0 in s.shape:
             return
         sums = reference.raw_sums(layer, h, s)

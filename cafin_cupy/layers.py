@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 from .errors import CafinTypeError, refuse
@@ -156,9 +157,9 @@ class Linear(Layer):
 
 def _pair(owner: str, name: str, value: Any, least: int) -> tuple[int, int]:
     pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
-    if len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < least for n in pair):
+    if len(pair) != 2 or any(isinstance(n, bool) or not hasattr(n, "__index__") or n < least for n in pair):
         refuse(owner, name, f"be a whole number >= {least} or two of them", repr(value))
-    return pair[0], pair[1]
+    return index(pair[0]), index(pair[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,8 +181,9 @@ class Conv2d(Layer):
         for name, least in (("stride", 1), ("padding", 0), ("dilation", 1)):
             object.__setattr__(self, name, _pair("Conv2d", name, getattr(self, name), least))
         groups = self.groups
-        if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1 or shape[0] % groups:
+        if isinstance(groups, bool) or not hasattr(groups, "__index__") or groups < 1 or shape[0] % groups:
             refuse("Conv2d", "groups", f"be a whole number that divides C_out = {shape[0]}", repr(groups))
+        object.__setattr__(self, "groups", index(groups))
 
     @property
     def H_size(self) -> int:

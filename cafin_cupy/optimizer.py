@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from array_api_compat import array_namespace
-from array_api_compat import device as device_of
 
-from .arrays import current_stream, known, leaves, refuse_overlap, view
+from .arrays import beside, current_stream, known, leaves, place, refuse_overlap, view
 from .backend import choose
-from .errors import CafinTypeError, refuse
+from .errors import CafinError, CafinTypeError, refuse
 from .factors import Factors, ReferenceFactors
 from .layers import Layer
 from .rule import DEFAULT_GAMMA, Averaging, Hyper, at_least, whole
@@ -23,7 +22,6 @@ from .update import (
     like_params,
     matching,
     named_views,
-    place,
     reference_update,
     scalars,
     writable,
@@ -103,8 +101,9 @@ class AdaFisher:
         where = "AdaFisher"
         self.lr, self.beta, self.Lambda, self.weight_decay, self.decoupled = lr, beta, Lambda, weight_decay, decoupled
         self._hyper(where)
-        self.TCov = whole(where, "TCov", TCov, 1)
+        self.TCov = TCov
         self.averaging = Averaging.named(averaging, gamma)
+        self._asked = backend
         self._params = params
         self._named = list(leaves(params, "params"))
         if not self._named:
@@ -129,9 +128,13 @@ class AdaFisher:
         self.steps = 0
 
     def _checked_layers(self, layers: Sequence[Layer]) -> list[Layer]:
+        if not isinstance(layers, (list, tuple)):
+            refuse("AdaFisher", "layers", "be a list of layer descriptors", type(layers).__name__, kind=CafinTypeError)
         known_arrays = {id(array) for _, array in self._named}
         names: set[str] = set()
         for index, layer in enumerate(layers):
+            if any(layer is other for other in layers[:index]):
+                refuse("AdaFisher", f"layers[{index}]", "be listed once", "the same descriptor again")
             if not isinstance(layer, Layer):
                 refuse(
                     "AdaFisher", f"layers[{index}]", "be a layer descriptor", type(layer).__name__, kind=CafinTypeError
@@ -162,6 +165,15 @@ class AdaFisher:
 
     def _hyper(self, where: str) -> Hyper:
         return Hyper.checked(where, self.lr, self.beta, self.Lambda, self.weight_decay, self.decoupled)
+
+    @property
+    def TCov(self) -> int:
+        """Every how many steps the factors are refreshed."""
+        return self._TCov
+
+    @TCov.setter
+    def TCov(self, value: int) -> None:
+        self._TCov = whole("AdaFisher", "TCov", value, 1)
 
     @property
     def samples(self) -> bool:
@@ -207,13 +219,16 @@ class AdaFisher:
         scale = at_least(where, "grad_scale", grad_scale, 0.0, strict=True)
         g = like_params(where, self._p, self._params, grads, "grads")
         refuse_overlap(where, self._written, named_views("grads", g))
-        held = [matching(a, b) for a, b in zip(g, self._p)] if self._launch is not None else g
+        if self._launch is None:
+            near = [beside(v.owner, p, where, "grads") for v, p in zip(g, self._arrays)]
+        else:
+            held = [matching(a, b) for a, b in zip(g, self._p)]
         if self.samples:
             self._factors.update(scale)
         t = self.steps + 1
         if self._launch is None:
-            for p, grad, m, pair in zip(self._arrays, g, self.momenta, self._pairs):
-                reference_update(p, known(grad.owner, where, "grads"), m, pair, hyper, t, scale)
+            for p, grad, m, pair in zip(self._arrays, near, self.momenta, self._pairs):
+                reference_update(p, grad, m, pair, hyper, t, scale)
         else:
             sets, which = gather([scalars(hyper, t, scale)] * len(held))
             stream = current_stream(self._p[0].owner, int(self._p[0].device))
@@ -233,6 +248,25 @@ class AdaFisher:
             "H": list(self._factors.H),
             "S": list(self._factors.S),
         }
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._factors.pending:
+            raise CafinError(
+                "AdaFisher: a copy must be made between steps, got sums that wait for one; "
+                "call step() or discard() first"
+            )
+        names = ("lr", "beta", "Lambda", "TCov", "weight_decay", "decoupled", "averaging")
+        options = {name: getattr(self, name) for name in names}
+        return {
+            "params": self._params,
+            "layers": self._layers,
+            "options": {**options, "backend": self._asked},
+            "state": self.state_dict(),
+        }
+
+    def __setstate__(self, copied: dict[str, Any]) -> None:
+        self.__init__(copied["params"], copied["layers"], **copied["options"])  # type: ignore[misc]
+        self.load_state_dict(copied["state"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy a `state_dict` into this optimizer's arrays. `state` is not changed.
@@ -262,12 +296,11 @@ class AdaFisher:
         fitting = []
         for index, (array, target) in enumerate(zip(given, targets)):
             name = f"state[{key!r}][{index}]"
-            v, xp = view(array, where, name), array_namespace(target)
+            v = view(array, where, name)
             if v.shape != tuple(target.shape) or v.device != self._p[0].device:
                 rule = f"have shape {tuple(target.shape)} on {place(self._p[0].device)}"
                 refuse(where, name, rule, f"{v.shape} on {place(v.device)}")
             if v.dtype not in FLOATS:
                 refuse(where, name, f"be one of {', '.join(FLOATS)}", v.dtype, kind=CafinTypeError)
-            array = known(array, where, name)
-            fitting.append(array if array_namespace(array) is xp else xp.asarray(array, device=device_of(target)))
+            fitting.append(beside(array, target, where, name))
         return fitting

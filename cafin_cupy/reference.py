@@ -22,7 +22,7 @@ from array_api_compat import array_namespace, device
 
 from .errors import CafinTypeError, refuse
 from .layers import Columns, Layer, Patches
-from .rule import Averaging, Hyper, whole
+from .rule import Averaging, Hyper, at_least, whole
 
 EPSILON = 1e-6  # of the min-max normalisation; gradients are small, so it matters: never rescale a moment before it
 
@@ -77,6 +77,7 @@ def raw_moments(layer: Layer, sums: RawSums, grad_scale: float = 1.0) -> tuple[A
 
     `grad_scale` is the factor that the loss was multiplied by; `S` is quadratic in it and is divided by its square.
     """
+    grad_scale = at_least("raw_moments", "grad_scale", grad_scale, 0.0, strict=True)
     if sums.n < 1:
         refuse("raw_moments", "sums", "hold at least one row", sums.n)
     xp = array_namespace(sums.H)
@@ -84,7 +85,7 @@ def raw_moments(layer: Layer, sums: RawSums, grad_scale: float = 1.0) -> tuple[A
     H, S = sums.H, sums.S
     if layer.norm:
         H, S = xp.reshape(xp.sum(H * H), (1,)), S * S
-    H, S = H * H_mean, S * (S_mean / grad_scale**2)
+    H, S = H * H_mean, S * (S_mean / grad_scale / grad_scale)
     entry = layer.bias_entry(sums.n, sums.H.shape[0])
     if entry is not None:
         H = xp.concat([H, xp.full((1,), entry, dtype=H.dtype, device=device(H))])
@@ -161,6 +162,9 @@ def update(
     xp = array_namespace(p)
     hyper = Hyper.checked("update", lr, beta, Lambda, weight_decay, decoupled)
     step = whole("update", "step", step, 1)
+    if (H is None) != (S is None) or (H is not None and H.shape[0] * S.shape[0] != math.prod(p.shape)):
+        got = "one of them alone" if H is None or S is None else f"{S.shape[0]} * {H.shape[0]}"
+        refuse("update", "H, S", f"both be None, or have len(S) * len(H) == {math.prod(p.shape)}", got)
     if not hyper.decoupled:
         g = g + hyper.weight_decay * p
     m = hyper.beta * m + (1.0 - hyper.beta) * xp.astype(g, m.dtype)

@@ -10,6 +10,7 @@ from .errors import CafinTypeError, refuse
 
 DEFAULT_GAMMA = 0.8
 RULES = ("parity", "paper")
+SMALLEST = 2.0**-126  # normal number of float32: the kernels flush smaller ones to 0
 
 
 def number(where: str, name: str, value: object) -> float:
@@ -118,13 +119,15 @@ class Hyper:
     def checked(
         cls, where: str, lr: object, beta: object, Lambda: object, weight_decay: object, decoupled: bool
     ) -> Hyper:
+        damping = at_least(where, "Lambda", Lambda, 0.0, strict=True, mend="it keeps the preconditioner above 0")
+        at_least(where, "Lambda", damping, SMALLEST, mend="float32 knows no smaller normal number")
         b = number(where, "beta", beta)
         if not 0.0 <= b < 1.0:
             refuse(where, "beta", "lie in [0, 1)", b)
         return cls(
             at_least(where, "lr", lr, 0.0),
             b,
-            at_least(where, "Lambda", Lambda, 0.0, strict=True, mend="it keeps the preconditioner above 0"),
+            damping,
             at_least(where, "weight_decay", weight_decay, 0.0),
             bool(decoupled),
         )

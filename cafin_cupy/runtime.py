@@ -62,11 +62,15 @@ def compile_cubin(stem: str, arch: str, dtype: str = "float32") -> bytes:
     """Machine code of one source for `arch` ("sm_90"), by NVRTC alone: needs no GPU.
 
     Raises:
-        BackendError: the source does not compile; the message is the compiler's log.
+        BackendError: the source does not compile, and the message is the compiler's log; or NVRTC is missing.
     """
     from cupy.cuda import nvrtc
 
-    program = nvrtc.createProgram(source(stem), f"{stem}.cu", (), ())
+    try:
+        program = nvrtc.createProgram(source(stem), f"{stem}.cu", (), ())
+    except Exception as error:  # the library is not found, or does not load
+        mend = "install nvidia-cuda-nvrtc-cu12 or nvidia-cuda-nvrtc"
+        raise BackendError(f"compile_cubin: NVRTC must load, got {type(error).__name__}: {error}; {mend}") from error
     try:
         nvrtc.compileProgram(program, (*options(dtype), f"-arch={arch}", "-ftz=true"))
         return bytes(nvrtc.getCUBIN(program))

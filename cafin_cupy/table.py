@@ -7,6 +7,7 @@ the compiler, where a `static_assert` compares them.
 from __future__ import annotations
 
 import struct
+import threading
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,7 @@ STRUCTS = {
 }
 
 
+_one_upload = threading.Lock()  # from the choice of a piece of pinned memory to the event that guards it
 _pinned: dict[tuple[int, int], list[tuple[Any, np.ndarray[Any, Any], Any]]] = {}
 
 
@@ -108,7 +110,7 @@ class DeviceTable:
         if not size:
             return
         runtime = cupy.cuda.runtime
-        with on_device(self._device):
+        with on_device(self._device), _one_upload:
             pinned, staged, event = _staging(1 << (size - 1).bit_length(), self._device)  # a power of two, to share
             staged[:size] = self._content
             runtime.memcpyAsync(self.ptr, pinned.ptr, size, runtime.memcpyHostToDevice, stream)

@@ -49,20 +49,23 @@ class Settings:
     lr: float | None = None
     Lambda: float | None = None
     TCov: int | None = None
-    gamma: float = rule.DEFAULT_GAMMA
-    averaging: str = "parity"
+    gamma: float | None = None
+    averaging: str | None = None
     weight_decay: float | None = None
     seed: int = 0
     output: Path = Path("training.png")
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        key = (self.optimizer, self.averaging if self.adafisher else "")
-        if key not in DEFAULTS:
-            refuse("train", "optimizer, averaging", f"be one of {sorted(DEFAULTS)}", key)
-        for name in ("backend", "Lambda", "TCov"):
+        for name in ("backend", "Lambda", "TCov", "gamma", "averaging"):
             if not self.adafisher and getattr(self, name) is not None:
                 refuse("train", name, "be given for AdaFisher alone", f"one for {self.optimizer}", "leave it out")
+        if self.adafisher:
+            object.__setattr__(self, "gamma", rule.DEFAULT_GAMMA if self.gamma is None else self.gamma)
+            object.__setattr__(self, "averaging", self.averaging or "parity")
+        key = (self.optimizer, self.averaging or "")
+        if key not in DEFAULTS:
+            refuse("train", "optimizer, averaging", f"be one of {sorted(DEFAULTS)}", key)
         for name, value in DEFAULTS[key].items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -10,12 +11,14 @@ import numpy as np
 from . import reference, table
 from .arrays import (
     View,
+    beside,
     copy_like,
     current_stream,
     known,
     leaves,
     leaves_like,
     on_stream,
+    place,
     refuse_overlap,
     same_strides,
     view,
@@ -235,10 +238,13 @@ def fused_step(
     refuse_overlap(where, mine, named_views("grads", g) + read)
 
     if choose(backend, p[0].device, {v.dtype for v in p}, where) == "reference":
-        for array, grad, momentum, pair, t in zip(p, g, m, pairs, steps):
-            owners = [known(a.owner, where, "params") for a in (array, grad, momentum)]
-            given = pair and (known(pair[0].owner, where, "H"), known(pair[1].owner, where, "S"))
-            reference_update(owners[0], owners[1], owners[2], given, hyper, t)
+        calls = []
+        for a, b, c, pair, t in zip(p, g, m, pairs, steps):
+            target = known(a.owner, where, "params")
+            near = [beside(x.owner, target, where, "grads, momenta, factors") for x in (b, c, *(pair or ()))]
+            calls.append((target, near[0], near[1], (near[2], near[3]) if pair else None, hyper, t))
+        for call in calls:
+            reference_update(*call)
         return
     device = p[0].device
     assert isinstance(device, int)
@@ -248,7 +254,7 @@ def fused_step(
     layouts = [layout(where, name, v, n) for (name, _), v, n in zip(named, p, columns)]
     pointers = [(pair[0].ptr, pair[1].ptr) if pair else (0, 0) for pair in pairs]
     sets, which = gather([scalars(hyper, t) for t in steps])
-    with on_stream(p[0].owner, device, stream):
+    with on_stream(p[0].owner, device, stream), _one_call:
         held = [matching(a, b) for a, b in zip(g, p)]
         launch = _launcher((tuple(layouts), tuple(pointers), device, address), p[0].owner)
         launch([v.ptr for v in p], [v.ptr for v in held], [v.ptr for v in m], sets, which, address)
@@ -256,6 +262,7 @@ def fused_step(
 
 _Call = tuple[tuple[Layout, ...], tuple[tuple[int, int], ...], int, int]  # layouts, factors, device, stream
 _launchers: dict[_Call, CudaUpdate] = {}
+_one_call = threading.Lock()  # a remembered launcher has one table and one set of arguments
 
 
 def _launcher(call: _Call, like: Any) -> CudaUpdate:
@@ -290,10 +297,6 @@ def like_params(where: str, p: list[View], params: Any, tree: Any, path: str) ->
     return found
 
 
-def place(device: int | str) -> str:
-    return f"cuda:{device}" if isinstance(device, int) else device
-
-
 def check_momenta(where: str, p: list[View], m: list[View]) -> None:
     """The kernel walks over both in one order."""
     for (name, b), a in zip(named_views("momenta", m), p):
@@ -310,7 +313,7 @@ def writable(where: str, name: str, v: View) -> None:
         )
     if v.dtype not in FLOATS:
         refuse(where, name, "hold real floating-point numbers", v.dtype, kind=CafinTypeError)
-    if v.size and any(s == 0 and n > 1 for n, s in zip(v.shape, v.strides)):
+    if v.overlaps_itself:
         refuse(where, name, "have one element of memory for each entry", f"strides {v.strides}", "pass a copy")
 
 

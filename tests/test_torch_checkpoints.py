@@ -265,6 +265,18 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
     "momentum of no tensor": (in_state(exp_avg=[0.0] * 7), "exp_avg"),
     "step below 0": (in_state(step=-3), "step"),
     "unknown parameter": (changed("state", lambda state: {**state, 77: state[0]}), "state"),
+    "momentum of None": (in_state(exp_avg=None), "exp_avg"),
+    "sparse momentum": (in_state(exp_avg=torch.zeros(7).to_sparse()), "exp_avg"),
+    "momentum nowhere": (in_state(exp_avg=torch.zeros(7, device="meta")), "exp_avg"),
+    "complex factor": (changed("H_D", lambda H: [H[0].cfloat(), *H[1:]]), "H_D of 0"),
+    "factor nowhere": (changed("H_D", lambda H: [H[0].to("meta"), *H[1:]]), "H_D of 0"),
+    "factor of NaN": (changed("S_D", lambda S: [S[0] * float("nan"), *S[1:]]), "S_D of 0"),
+    "factor below 0": (changed("S_D", lambda S: [-S[0], *S[1:]]), "S_D of 0"),
+    "state of a list": (changed("state", lambda state: [1, 2]), "state"),
+    "entry of a number": (changed("state", lambda state: {0: 3}), "state[0]"),
+    "groups of a number": (changed("param_groups", lambda groups: 3), "param_groups"),
+    "group without params": (changed("param_groups", lambda groups: [{"lr": 1.0}]), "'params'"),
+    "params of lists": (in_group(params=[[0], [1]]), "params"),
 }
 
 

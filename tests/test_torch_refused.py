@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
-from torch_helpers import DEVICES, exact_float32, loss_of, mlp, refused, rows, run  # noqa: E402
+from torch_helpers import DEVICES, exact_float32, loss_of, refused, rows, run  # noqa: E402
 
 from cafin_cupy import CafinError  # noqa: E402
 from cafin_cupy.adapters.torch import AdaFisher  # noqa: E402
@@ -77,8 +78,8 @@ def test_neighbours_in_one_memory_are_welcome(device: str) -> None:
     torch.testing.assert_close(memory, 1 - 0.1 * grads)  # a first step with F = 1, to the rounding of float32
 
 
-def test_a_model_on_the_meta_device_is_refused_at_its_step() -> None:
-    model = mlp("cpu").to("meta")
-    optimizer = AdaFisher(model)
-    with pytest.raises(CafinError, match="must lie in CPU or CUDA memory, got device meta"):
-        optimizer.step()
+@pytest.mark.parametrize("change", [{"device": "meta"}, {"dtype": torch.complex64}], ids=["meta", "complex"])
+def test_models_without_real_numbers_are_refused(change: dict[str, Any]) -> None:
+    model = torch.nn.Linear(3, 2, **change)
+    with pytest.raises(CafinError, match=r"`model \(weight\)` must have real floating-point parameters in memory"):
+        AdaFisher(model)

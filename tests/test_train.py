@@ -20,13 +20,13 @@ FORMS = [
     ("adafisher", "parity"),
     ("adafisher", "paper"),
     ("adafisherw", "parity"),
-    ("adamw", "parity"),
-    ("sgd", "parity"),
+    ("adamw", None),
+    ("sgd", None),
 ]
 
 
 @pytest.mark.parametrize(("optimizer", "averaging"), FORMS)
-def test_every_optimizer_learns(optimizer: str, averaging: str) -> None:
+def test_every_optimizer_learns(optimizer: str, averaging: str | None) -> None:
     result = train(Settings(optimizer=optimizer, averaging=averaging, epochs=3, device="cpu", quiet=True))
     losses = [epoch.loss for epoch in result.epochs]
     assert losses == sorted(losses, reverse=True)

@@ -1,0 +1,70 @@
+"""Layers that a sampled step does not see: one warning names them, and says why that may be."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch_helpers import DEVICES  # noqa: E402
+
+from cafin_cupy.adapters.torch import AdaFisher  # noqa: E402
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_attention_lends_the_weights_of_its_output_layer(device: str) -> None:
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).to(device)
+    with pytest.warns(UserWarning, match="no factors .* self_attn.in_proj_weight, self_attn.in_proj_bias"):
+        optimizer = AdaFisher(model, TCov=1)
+    x = torch.randn(3, 5, 8, device=device)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    (warning,) = [w for w in caught if "were not seen on a sampled step" in str(w.message)]
+    assert "'self_attn.out_proj'" in str(warning.message) and "'linear1'" not in str(warning.message)
+    H, S = optimizer.factors()["self_attn.out_proj"]
+    assert torch.equal(H, torch.ones_like(H)) and torch.equal(S, torch.ones_like(S))
+    assert not any(torch.equal(f, torch.ones_like(f)) for f in optimizer.factors()["linear1"])
+
+
+def test_unused_and_frozen_layers_are_no_news() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(3, 3), "unused": nn.Linear(3, 3), "frozen": nn.Linear(3, 3)})
+    model["frozen"].requires_grad_(False)
+    optimizer = AdaFisher(model, TCov=1)
+    model["frozen"](model["used"](torch.randn(4, 3))).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+def test_compiled_on_an_unsampled_step_with_the_switch_of_the_warning() -> None:
+    """A resumed run: the first call of the compiled model finds no hooks, and Dynamo must look again later."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+        optimizer = AdaFisher(model, TCov=3)
+        optimizer.load_state_dict({**optimizer.state_dict(), "steps": 1})
+        compiled = torch.compile(model, backend="eager")
+        for _ in range(4):
+            optimizer.zero_grad()
+            compiled(torch.randn(6, 4)).square().mean().backward()
+            optimizer.step()
+    torch._dynamo.reset()
+    assert not any(torch.equal(f, torch.ones_like(f)) for pair in optimizer.factors().values() for f in pair)
+
+
+def test_a_parametrized_weight_is_left_alone() -> None:
+    """Looking at it would run a power iteration."""
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
+    before = layer.parametrizations.weight[0]._u.clone()
+    with pytest.warns(UserWarning, match="parametrizations.weight.original"):
+        optimizer = AdaFisher(nn.Sequential(layer))
+    assert torch.equal(layer.parametrizations.weight[0]._u, before)
+    assert optimizer.factors() == {}
