@@ -129,10 +129,13 @@ class CudaUpdate:
     def _fill(self, p: list[int], g: list[int], m: list[int], which: list[int]) -> None:
         """Write what has changed into the table: from step to step that is mostly the gradients' addresses."""
         rows = self._table.rows
-        for name, values, last in zip(("p", "g", "m", "hyper"), (p, g, m, which), self._last):
-            if values != last:
-                rows[name] = values
-        rows["vector"] = (rows["p"] | rows["g"] | rows["m"]) & 15 == 0
+        if p != self._last[0] or m != self._last[2]:
+            rows["p"], rows["m"] = p, m
+            self._written_to = rows["p"] | rows["m"]
+        if which != self._last[3]:
+            rows["hyper"] = which
+        rows["g"] = addresses = np.array(g, dtype=np.uint64)
+        rows["vector"] = (self._written_to | addresses) & 15 == 0
 
 
 def scalars(hyper: Hyper, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
