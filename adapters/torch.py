@@ -115,7 +115,7 @@ class AdaFisher(torch.optim.Optimizer):
         weakref.finalize(self, _detach, self._taps)
         self._warned = False
         self._seen: set[int] = set()  # layers that have been seen since the last refresh
-        self._hypers: dict[Any, Hyper] = {}  # the last checked scalars
+        self._hypers: dict[Any, Hyper] = {}  # scalars that have been checked
 
     def _find_layers(self) -> None:
         """Descriptors in module order. Modules that hold the same weight and bias share the factors of the first."""
@@ -171,6 +171,8 @@ class AdaFisher(torch.optim.Optimizer):
     @TCov.setter
     def TCov(self, value: int) -> None:
         self._TCov = whole(type(self).__name__, "TCov", value, 1)
+        if hasattr(self, "_taps"):
+            self._attach()  # the coming step may have become a sampled one
 
     @property
     def samples(self) -> bool:
@@ -249,6 +251,7 @@ class AdaFisher(torch.optim.Optimizer):
         verdict = self._unscaling()
         if verdict is None:
             self._factors.discard()
+            self._seen.clear()
             return loss
         grad_scale, loss_scale = verdict
         if self._plan is None or not self._plan.valid(self):
@@ -310,7 +313,9 @@ class AdaFisher(torch.optim.Optimizer):
         if hyper is None:
             hyper = Hyper.checked(where, lr, beta, Lambda, weight_decay, self._decoupled)
             if plain:
-                self._hypers = {key: hyper}
+                if len(self._hypers) > 1000:  # a schedule makes new ones with every step
+                    self._hypers.clear()
+                self._hypers[key] = hyper
         return hyper
 
     # Checkpoints

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .brief import brief
 from .tables import TABLES, preamble
 
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
@@ -63,8 +64,9 @@ def write(path: Path, readme: Path | None = None) -> list[Path]:
     page.write_text(title + render(record, [picture.name for picture in pictures]))
     if readme is not None:
         folder = readme.resolve().parent
-        links = [Path(os.path.relpath(picture.resolve(), folder)).as_posix() for picture in pictures]
-        replace_section(readme, render(record, links))
+        links = [Path(os.path.relpath(file.resolve(), folder)).as_posix() for file in (page, *pictures)]
+        shown = [link for link in links[1:] if link.endswith("-step.png")]
+        replace_section(readme, brief(record, links[0], shown))
     print(f"report: {page}")
     return [page, *pictures]
 

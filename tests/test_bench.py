@@ -181,7 +181,9 @@ def test_smoke_run(tmp_path):
     for plot in ("step", "fim", "iteration"):
         picture = path.with_name(f"{path.stem}-{plot}.png")
         assert picture.read_bytes().startswith(b"\x89PNG")
-        assert f"({picture.name})" in page and f"(out/{picture.name})" in text
+        assert f"({picture.name})" in page
+    assert f"(out/{path.stem}-step.png)" in text and f"(out/{path.stem}.md)" in text
+    assert "| cafin_cupy AdaFisher |" in text
     path.with_suffix(".md").unlink()
     assert report.main([str(path)]) == 0
     assert path.with_suffix(".md").read_text() == page

@@ -30,6 +30,7 @@ from torch_helpers import (  # noqa: E402
     run,
 )
 
+from cafin_cupy import CafinError  # noqa: E402
 from cafin_cupy.adapters.torch import AdaFisher, AdaFisherW  # noqa: E402
 
 
@@ -89,6 +90,17 @@ def test_scalars_are_checked_on_each_step(name: str, value: Any, words: tuple[st
     optimizer.param_groups[0][name] = good
     optimizer.step()
     assert optimizer.steps == 3
+
+
+def test_the_interval_may_change_between_steps(device: str) -> None:
+    optimizer = run(AdaFisher(mlp(device), TCov=100), rows(device, 2))
+    optimizer.TCov = 2  # the third step is sampled now
+    before = [f.clone() for pair in optimizer.factors().values() for f in pair]
+    run(optimizer, rows(device, 1))
+    after = [f for pair in optimizer.factors().values() for f in pair]
+    assert not any(torch.equal(a, b) for a, b in zip(after, before))
+    with pytest.raises(CafinError, match="`TCov` must be a whole number >= 1, got 0"):
+        optimizer.TCov = 0
 
 
 def test_closure_is_run_once_and_its_loss_returned(device: str) -> None:
