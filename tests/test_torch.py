@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +14,8 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
 from torch_helpers import (  # noqa: E402
-    DEVICES,
     assert_same,
     everything,
-    exact_float32,
     hook_count,
     images,
     loss_of,
@@ -26,17 +24,11 @@ from torch_helpers import (  # noqa: E402
     net,
     rows,
     run,
+    torch_device,  # noqa: F401
 )
 
 from cafin_cupy import CafinError  # noqa: E402
 from cafin_cupy.adapters.torch import AdaFisher, AdaFisherW  # noqa: E402
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    with exact_float32():
-        yield request.param
-
 
 # Construction
 

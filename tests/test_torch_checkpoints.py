@@ -6,7 +6,7 @@ import copy
 import io
 import json
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,9 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
 from torch_helpers import (  # noqa: E402
-    DEVICES,
     TOLERANCE,
     assert_same,
     everything,
-    exact_float32,
     hook_count,
     images,
     loss_of,
@@ -31,16 +29,11 @@ from torch_helpers import (  # noqa: E402
     refused,
     rows,
     run,
+    torch_device,  # noqa: F401
 )
 
 from cafin_cupy import CafinError  # noqa: E402
 from cafin_cupy.adapters.torch import AdaFisher, AdaFisherW  # noqa: E402
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    with exact_float32():
-        yield request.param
 
 
 def made(device: str, **options: Any) -> AdaFisher:

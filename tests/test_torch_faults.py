@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,10 @@ from torch import Tensor, nn  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_helpers import (  # noqa: E402
-    DEVICES,
     TOLERANCE,
     assert_moments,
     assert_same,
     everything,
-    exact_float32,
     images,
     loss_of,
     mlp,
@@ -32,16 +29,11 @@ from torch_helpers import (  # noqa: E402
     record,
     rows,
     run,
+    torch_device,  # noqa: F401
     weighted,
 )
 
 from cafin_cupy.adapters.torch import AdaFisher  # noqa: E402
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    with exact_float32():
-        yield request.param
 
 
 def test_convolution_norm_and_relu_in_place(device: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,31 +12,23 @@ torch = pytest.importorskip("torch")
 from helpers import RAW  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch_helpers import (  # noqa: E402
-    DEVICES,
     TOLERANCE,
     Seen,
     assert_moments,
     assert_same,
     everything,
-    exact_float32,
     hook_count,
     images,
     near,
     net,
     record,
     run,
+    torch_device,  # noqa: F401
     weighted,
 )
 
 from cafin_cupy import Averaging, CafinError  # noqa: E402
 from cafin_cupy.adapters.torch import AdaFisher  # noqa: E402
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    with exact_float32():
-        yield request.param
-
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(5, 3), (4, 5)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,16 +9,16 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
-from torch_helpers import DEVICES, exact_float32, loss_of, refused, rows, run  # noqa: E402
+from torch_helpers import (  # noqa: E402
+    loss_of,
+    refused,
+    rows,
+    run,
+    torch_device,  # noqa: F401
+)
 
 from cafin_cupy import CafinError  # noqa: E402
 from cafin_cupy.adapters.torch import AdaFisher  # noqa: E402
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    with exact_float32():
-        yield request.param
 
 
 class Loose(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,12 +13,10 @@ from helpers import RAW  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.optim import lr_scheduler  # noqa: E402
 from torch_helpers import (  # noqa: E402
-    DEVICES,
     TOLERANCE,
     assert_moments,
     assert_same,
     everything,
-    exact_float32,
     images,
     loss_of,
     mlp,
@@ -28,17 +26,11 @@ from torch_helpers import (  # noqa: E402
     refused,
     rows,
     run,
+    torch_device,  # noqa: F401
 )
 
 from cafin_cupy import CafinError  # noqa: E402
 from cafin_cupy.adapters.torch import AdaFisher, AdaFisherW  # noqa: E402
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    with exact_float32():
-        yield request.param
-
 
 # Scalars
 

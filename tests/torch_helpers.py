@@ -30,6 +30,13 @@ def exact_float32() -> Iterator[None]:
     matmul.allow_tf32 = before
 
 
+@pytest.fixture(params=DEVICES, name="device")
+def torch_device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where the models live; a test module that imports this runs its tests on each."""
+    with exact_float32():
+        yield request.param
+
+
 Seen = dict[str, list[tuple[nn.Module, Tensor, Tensor]]]
 
 
