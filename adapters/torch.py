@@ -6,6 +6,7 @@ and each layer of its forward and backward costs one. Between sampled steps no h
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -82,7 +83,7 @@ class AdaFisher(torch.optim.Optimizer):
         if not parameters:
             refuse(where, "model", "have parameters", "none")
         for name, p in model.named_parameters():
-            if not p.is_floating_point() or p.is_meta:
+            if p.is_meta or (p.requires_grad and not p.is_floating_point()):
                 got = f"{p.dtype} on {p.device}"
                 refuse(
                     where, f"model ({name})", "have real floating-point parameters in memory", got, "convert it first"
@@ -114,7 +115,7 @@ class AdaFisher(torch.optim.Optimizer):
         self._taps: list[Any] = []
         weakref.finalize(self, _detach, self._taps)
         self._warned = False
-        self._seen: set[int] = set()  # layers that have been seen since the last refresh
+        self._seen: set[int] = set()  # layers that have ever been seen
         self._hypers: dict[Any, Hyper] = {}  # scalars that have been checked
 
     def _find_layers(self) -> None:
@@ -145,8 +146,13 @@ class AdaFisher(torch.optim.Optimizer):
             self._kept_factors = make_factors(self._layers, self.averaging, self.backend, device)
         return self._kept_factors
 
+    def _trained(self) -> list[Tensor]:
+        """The parameters that decide on device and backend: those that train, or have."""
+        every = [p for group in self.param_groups for p in group["params"]]
+        return [p for p in every if p.requires_grad or p in self.state] or every
+
     def _device(self) -> int | str:
-        views = {torch_view(p, "step", "model").device for group in self.param_groups for p in group["params"]}
+        views = {torch_view(p, "step", "model").device for p in self._trained()}
         if len(views) != 1:
             refuse(
                 type(self).__name__,
@@ -160,7 +166,7 @@ class AdaFisher(torch.optim.Optimizer):
     @property
     def backend(self) -> str:
         """ "cuda" or "reference": what runs for the model where it is now."""
-        dtypes = {str(p.dtype).removeprefix("torch.") for group in self.param_groups for p in group["params"]}
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in self._trained()}
         return choose(self._requested, self._device(), dtypes, type(self).__name__)
 
     @property
@@ -172,7 +178,9 @@ class AdaFisher(torch.optim.Optimizer):
     def TCov(self, value: int) -> None:
         self._TCov = whole(type(self).__name__, "TCov", value, 1)
         if hasattr(self, "_taps"):
-            self._attach()  # the coming step may have become a sampled one
+            self._attach()  # the coming step may have become a sampled one, or ceased to be
+            if self._kept_factors is not None and not self.samples:
+                self._kept_factors.discard()
 
     @property
     def samples(self) -> bool:
@@ -251,7 +259,6 @@ class AdaFisher(torch.optim.Optimizer):
         verdict = self._unscaling()
         if verdict is None:
             self._factors.discard()
-            self._seen.clear()
             return loss
         grad_scale, loss_scale = verdict
         if self._plan is None or not self._plan.valid(self):
@@ -279,10 +286,9 @@ class AdaFisher(torch.optim.Optimizer):
                 f"stay as they are: {shown}. Their forward was not called (nn.MultiheadAttention uses the weights of "
                 "its out_proj), ran in eval mode, or was compiled without hooks (set "
                 "torch._dynamo.config.skip_nnmodule_hook_guards = False before torch.compile).",
-                stacklevel=4,
+                stacklevel=_callers_level(),
             )
         self._factors.update(loss_scale)
-        self._seen.clear()
 
     def _unscaling(self) -> tuple[float, float] | None:
         """(scale of the gradients, scale of the loss), or None if a scaler found non-finite gradients."""
@@ -397,6 +403,14 @@ class AdaFisherW(AdaFisher):
     """AdaFisher with decoupled weight decay: `p <- p - lr (m / (1 - beta^t) / F + wd p)`. See `AdaFisher`."""
 
     _decoupled = True
+
+
+def _callers_level() -> int:
+    """The stacklevel at which a warning of the calling function names the script's own line, behind all wrappers."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "cafin_cupy"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _detach(taps: list[Any]) -> None:

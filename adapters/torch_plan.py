@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .torch import AdaFisher
 
 _ADDRESS, _CONTIGUOUS = Tensor.data_ptr, Tensor.is_contiguous
-_GRADIENT, _DTYPE, _STEP = attrgetter("grad"), attrgetter("dtype"), itemgetter("step")
+_GRADIENT, _DTYPE, _SHAPE, _STEP = attrgetter("grad"), attrgetter("dtype"), attrgetter("shape"), itemgetter("step")
 
 
 class Plan:
@@ -69,6 +69,7 @@ class Plan:
         self.entries = list(self.kept.values())
         self.averages: list[Tensor] = [state["exp_avg"] for state in self.states]
         self.p, self.m = list(map(_ADDRESS, self.params)), list(map(_ADDRESS, self.averages))
+        self.shapes, self.strides = [p.shape for p in self.params], [p.stride() for p in self.params]
         self.dtypes = {p.dtype for p in self.params}
         self.alike = len(self.dtypes) == 1 and all(p.is_contiguous() for p in self.params)
         self.zeros = [0] * len(self.params)
@@ -100,8 +101,18 @@ class Plan:
             and all(map(is_, self.kept.values(), self.entries))
             and all(map(is_, [state.get("exp_avg") for state in self.states], self.averages))
             and list(map(_ADDRESS, self.params)) == self.p
+            and list(map(_SHAPE, self.params)) == self.shapes
+            and self._laid_as_before()
             and not any(p.grad is not None for p in self.idle)
         )
+
+    def _laid_as_before(self) -> bool:
+        """False if a parameter's memory is read in another order or type, as after `p.data = p.data.t()`."""
+        if set(map(_DTYPE, self.params)) != self.dtypes:
+            return False
+        if self.alike:
+            return all(map(_CONTIGUOUS, self.params))
+        return [p.stride() for p in self.params] == self.strides
 
     def gradients(self) -> list[Tensor | None]:
         """Every parameter's gradient, checked; strided ones are copied into their parameter's layout.
@@ -162,6 +173,7 @@ class Plan:
             sets = [scalars(hypers[number], t, grad_scale) for number, t in kinds]
             pointers = [g.data_ptr() if g is not None else 0 for g in grads]
             self.launch(self.p, pointers, self.m, sets, which, current_stream(self.params[0], int(self.device)))
+            torch.autograd.graph.increment_version(self.params)  # a graph that saved old values must notice
             return
         for p, g, state, pair, kind in zip(self.params, grads, self.states, self.pairs, which):
             if g is not None:

@@ -24,7 +24,9 @@ def check_state(where: str, state_dict: Any, param_groups: list[dict[str, Any]])
         refuse(where, "param_groups", "be a list of groups", type(groups).__name__, mend, CafinTypeError)
     for number, group in enumerate(groups):
         _mapping(where, f"param_groups[{number}]", group, ("params",), mend)
-        if not isinstance(group["params"], list) or not all(isinstance(index, int) for index in group["params"]):
+        if not isinstance(group["params"], (list, tuple)) or not all(
+            isinstance(index, int) for index in group["params"]
+        ):
             refuse(where, f"param_groups[{number}]['params']", "be a list of numbers", group["params"], mend)
     sizes = [len(group["params"]) for group in param_groups]
     given = [len(group["params"]) for group in groups]

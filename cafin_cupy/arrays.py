@@ -155,6 +155,8 @@ def torch_view(tensor: Any, where: str, name: str) -> View:
     """`view` of a torch tensor, which may require gradients."""
     if tensor.layout is not torch_of(tensor).strided:
         refuse(where, name, "be dense", f"layout {tensor.layout}", "call .to_dense()", CafinTypeError)
+    if tensor.is_neg():  # memory holds the opposite sign
+        refuse(where, name, "hold its values in memory", "a tensor with the negative bit", "call .resolve_neg()")
     kind = tensor.device.type
     if kind not in ("cpu", "cuda"):
         refuse(where, name, "lie in CPU or CUDA memory", f"device {tensor.device}", kind=CafinTypeError)
@@ -184,7 +186,7 @@ def _cuda_device(array: Any) -> int:
 def signature(array: Any) -> Any:
     """All that a `View` says but the address, read as fast as it can be; None where that is no faster."""
     if torch_of(array) is not None:
-        return array.shape, array.stride(), array.dtype, array.device
+        return array.shape, array.stride(), array.dtype, array.device, array.is_neg()
     return None
 
 
@@ -315,11 +317,12 @@ def where_is(array: Any) -> int | str:
     return "cpu" if kind in _DLPACK_CPU else int(number)
 
 
-def beside(array: Any, target: Any, where: str, name: str) -> Any:
-    """`array` as the framework of `target` sees it: itself, or an array of that framework on the same memory.
+def beside(array: Any, target: Any, where: str, name: str, written: bool = False) -> Any:
+    """`array` as the framework of `target` sees it: itself, or an array of that framework, on the same memory if it is
+    to be written.
 
     Raises:
-        CafinError: it lies on another device, or is no array.
+        CafinError: it lies on another device, is no array, or cannot be shared.
     """
     from array_api_compat import array_namespace, device
 
@@ -329,11 +332,28 @@ def beside(array: Any, target: Any, where: str, name: str) -> Any:
     xp = array_namespace(target)
     if array_namespace(array) is xp:
         return array
-    if torch_of(array) is None and not hasattr(array, "__array_interface__") and where_is(array) == "cpu":
-        import numpy
+    try:
+        return xp.asarray(array if written else _plain(array), device=device(target))
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        rule = f"be of the framework of its parameter, {type(target).__module__}, or shareable with it"
+        refuse(where, name, rule, f"{type(array).__name__} ({error})", "convert it", CafinTypeError)
 
-        array = numpy.array(numpy.from_dlpack(array))  # JAX: torch would take its buffer for a flat one
-    return xp.asarray(array, device=device(target))
+
+def _plain(array: Any) -> Any:
+    """An array that is only read, in a form that every framework takes: copied where its own is special."""
+    torch = torch_of(array)
+    if torch is not None:
+        array = array.resolve_neg()
+        return array.float() if array.dtype in (torch.bfloat16, torch.float16) else array
+    if where_is(array) != "cpu":
+        return array
+    import numpy
+
+    if not hasattr(array, "__array_interface__"):  # JAX: torch would take its buffer for a flat one
+        array = numpy.asarray(array)
+    if array.dtype.name == "bfloat16":
+        array = array.astype(numpy.float32)
+    return array if array.flags.writeable and array.flags.c_contiguous else array.copy()
 
 
 def place(device: int | str) -> str:

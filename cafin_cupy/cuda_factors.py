@@ -175,7 +175,7 @@ class CudaFactors(Factors):
     def __init__(self, layers: Sequence[Layer], averaging: Averaging, device: int) -> None:
         for layer in layers:
             v = view(layer.weight, type(layer).__name__, "weight")
-            if v.dtype != "float32" or v.device != device:
+            if v.dtype == "float64" or v.device != device:  # a frozen weight may be of half precision
                 rule, got = f"be float32 on cuda:{device}", f"{v.dtype} on {v.device}"
                 refuse("AdaFisher", f"weight of {layer.label}", rule, got, "convert it, or use backend='reference'")
         prepare(device)
@@ -261,7 +261,7 @@ class CudaFactors(Factors):
         key = [(id(sums), sums.version, sums.folded, sums.halves[0].ptr) for sums in waiting]
         rows = self._fold_table.rows
         if key != self._fold_key:
-            first = 0
+            self._fold_key, first = None, 0  # known again once the upload is under way
             for place, half in enumerate(half for sums in waiting for half in sums.halves):
                 half.job["first"], half.job["sums"] = first, half.ptr
                 half.job["add"] = waiting[place // 2].folded
@@ -284,6 +284,7 @@ class CudaFactors(Factors):
             (i, s.count, s.halves[0].ptr, s.halves[0].units, grad_scale) for i, s in enumerate(self._sums) if s.count
         ]
         if key != self._average_key:
+            self._average_key = None
             for row, index in enumerate(seen):
                 self._average_table.rows[row] = self._average_job(index, grad_scale)
             self._average_table.upload(stream)

@@ -174,6 +174,8 @@ class AdaFisher:
     @TCov.setter
     def TCov(self, value: int) -> None:
         self._TCov = whole("AdaFisher", "TCov", value, 1)
+        if hasattr(self, "steps") and not self.samples:
+            self._factors.discard()  # the coming step is no sampled one any more
 
     @property
     def samples(self) -> bool:

@@ -29,6 +29,7 @@ from .rule import Hyper, whole
 from .runtime import Arguments, Launch, prepare
 
 BLOCK = 256
+_NOTHING = (None, None, None, None)
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -88,7 +89,7 @@ class CudaUpdate:
         self._chunks.rows["parameter"] = np.repeat(np.arange(len(chunks)), chunks)
         self._chunks.rows["number"] = np.arange(self._blocks) - np.repeat(firsts, chunks)
         self._uploaded = False
-        self._last: tuple[Any, ...] = (None, None, None, None)
+        self._last: tuple[Any, ...] = _NOTHING
         values = self._arguments.values
         values["parameters"], values["chunks"] = self._table.ptr, self._chunks.ptr
         self._hypers: Any = values["hypers"].view(np.uint8)
@@ -119,20 +120,21 @@ class CudaUpdate:
                 self(p, shown, m, [scalars[k] for k in part], [w - first if w in part else 0 for w in which], stream)
             return
         if (p, g, m, which) != self._last:
-            self._fill(p, g, m, which)
+            last, self._last = self._last, _NOTHING  # known again once the upload is under way
+            self._fill(last, p, g, m, which)
             self._table.upload(stream)
             self._last = (p, g, m, which)
         for number, values in enumerate(scalars):
             table.HYPER.pack_into(self._hypers, number * table.HYPER.size, *values)
         self._launch(self._arguments, self._blocks, stream)
 
-    def _fill(self, p: list[int], g: list[int], m: list[int], which: list[int]) -> None:
+    def _fill(self, last: tuple[Any, ...], p: list[int], g: list[int], m: list[int], which: list[int]) -> None:
         """Write what has changed into the table: from step to step that is mostly the gradients' addresses."""
         rows = self._table.rows
-        if p != self._last[0] or m != self._last[2]:
+        if p != last[0] or m != last[2]:
             rows["p"], rows["m"] = p, m
             self._written_to = rows["p"] | rows["m"]
-        if which != self._last[3]:
+        if which != last[3]:
             rows["hyper"] = which
         rows["g"] = addresses = np.array(g, dtype=np.uint64)
         rows["vector"] = (self._written_to | addresses) & 15 == 0
@@ -244,8 +246,12 @@ def fused_step(
         calls = []
         for a, b, c, pair, t in zip(p, g, m, pairs, steps):
             target = known(a.owner, where, "params")
-            near = [beside(x.owner, target, where, "grads, momenta, factors") for x in (b, c, *(pair or ()))]
-            calls.append((target, near[0], near[1], (near[2], near[3]) if pair else None, hyper, t))
+            grad, momentum = (
+                beside(b.owner, target, where, "grads"),
+                beside(c.owner, target, where, "momenta", written=True),
+            )
+            given = pair and tuple(beside(f.owner, target, where, "factors") for f in pair)
+            calls.append((target, grad, momentum, given, hyper, t))
         for call in calls:
             reference_update(*call)
         return

@@ -66,6 +66,11 @@ def test_the_interval_may_change_and_is_checked() -> None:
     opt = trained("numpy", 3)
     opt.TCov = 3
     assert opt.samples
+    rows = np.ones((2, 5), np.float32), np.ones((2, 3), np.float32)
+    opt.accumulate(opt._layers[0], *rows)
+    opt.TCov = 2  # the coming step is no sampled one any more
+    copy.deepcopy(opt)  # so nothing is pending
+    opt.TCov = 3
     with refuses(CafinValueError, "`TCov` must be a whole number >= 1, got 0"):
         opt.TCov = 0
     assert opt.TCov == 3

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers import check_update, make, problem, refuses
 
 from cafin_cupy import AdaFisher, CafinTypeError, CafinValueError, Linear, fused_step
@@ -71,6 +72,49 @@ def test_negative_strides_on_the_reference(reverse: str) -> None:
     p, g, m = laid("p"), laid("g"), laid("m")
     fused_step([p], [g], [m], [(x["H"], x["S"])], lr=0.1)
     check_update(p, m, x, lr=0.1)
+
+
+READ = {
+    "negative strides": lambda: np.arange(15.0, dtype=np.float32).reshape(5, 3)[::-1],
+    "read-only": lambda: np.broadcast_to(np.float32(0.5), (5, 3)),
+    "negative bit": lambda: torch.complex(torch.zeros(5, 3), torch.ones(5, 3)).conj().imag,
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("own", ["numpy", "torch"])
+@pytest.mark.parametrize("kind", READ)
+def test_special_gradients_of_either_framework(own: str, kind: str) -> None:
+    g = READ[kind]()
+    if kind == "negative bit":
+        with refuses(CafinValueError, "`grads[0]`", "negative bit", "resolve_neg"):
+            fused_step([make(own, np.zeros((5, 3)))], [g], [make(own, np.zeros((5, 3)))], lr=0.1)
+        return
+    x = {**problem((5, 3)), "g": np.array(g)}
+    p, m = make(own, x["p"]), make(own, x["m"])
+    fused_step([p], [g], [m], lr=0.1)
+    check_update(p, m, x, factors=False, lr=0.1)
+
+
+@pytest.mark.parametrize("others", ["torch", "jax"])
+def test_half_precision_activations_of_another_framework(others: str) -> None:
+    if others == "torch":
+        h, s = torch.ones(4, 3, dtype=torch.bfloat16), torch.ones(4, 2, dtype=torch.bfloat16)
+    else:
+        h, s = (make("jax", np.ones(shape)).astype("bfloat16") for shape in ((4, 3), (4, 2)))
+    w = np.ones((2, 3), np.float32)
+    opt = AdaFisher([w], [layer := Linear(w)])
+    opt.accumulate(layer, h, s)
+    opt.step([w.copy()])
+    H, S = opt.factors()["0"]
+    np.testing.assert_allclose((H[0], S[0]), 0.08, rtol=1e-6)  # constant moments are normalised to 0
+
+
+def test_momenta_that_cannot_be_shared_are_refused() -> None:
+    m = np.zeros((5, 3), np.float32)[::-1]
+    p = torch.zeros(5, 3)
+    with refuses(CafinTypeError, "`momenta`", "convert it", unchanged=[p, m]):
+        fused_step([p], [torch.ones(5, 3)], [m], lr=0.1)
 
 
 def test_memory_that_serves_two_entries_is_refused() -> None:

@@ -20,6 +20,52 @@ from torch_helpers import (  # noqa: E402
 from cafin_cupy import CafinError  # noqa: E402
 from cafin_cupy.adapters.torch import AdaFisher  # noqa: E402
 
+RESHAPED = {
+    "a slice": lambda w: w[:3],
+    "transposed": lambda w: w.t(),
+    "as integers": lambda w: w.view(torch.int32),
+}
+
+
+@pytest.mark.parametrize("TCov", [1, 100])
+@pytest.mark.parametrize("change", ["a slice", "as integers"])
+def test_a_parameter_that_changes_in_place_of_its_memory_is_refused(change: str, TCov: int, device: str) -> None:
+    """Its address stays, so the address alone would not tell."""
+    optimizer = run(AdaFisher(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).to(device), TCov=TCov), rows(device, 1))
+    w = optimizer.model[1].weight
+    w.requires_grad_(change == "a slice")
+    w.data = RESHAPED[change](w.data)
+    w.grad = torch.ones_like(w) if change == "a slice" else None
+    optimizer.model[0].weight.grad = torch.ones(5, 5, device=device)
+    with refused(optimizer, "step", "1.weight" if change == "a slice" else "float"):
+        optimizer.step()
+
+
+def test_a_transposed_parameter_is_followed_or_refused(device: str) -> None:
+    optimizer = run(AdaFisher(nn.Linear(5, 5, bias=False).to(device), TCov=100), rows(device, 1))
+    w = optimizer.model.weight
+    w.data = w.data.t()
+    w.grad = torch.randn_like(w)
+    before, m = w.detach().clone(), optimizer.state[w]["exp_avg"].clone()
+    H, S = optimizer.factors()[""]
+    try:
+        optimizer.step()
+    except CafinError as error:
+        assert "contiguous" in str(error)
+        return
+    m = 0.9 * m + 0.1 * w.grad
+    want = before - 1e-3 / (1 - 0.9**2) * m / (torch.outer(S, H) + 1e-3)
+    torch.testing.assert_close(w.detach(), want, rtol=1e-5, atol=1e-6)  # float32 roundings of one step
+
+
+@pytest.mark.parametrize("frozen", [torch.arange(3), torch.ones(3, dtype=torch.cfloat), torch.ones(3).half()])
+def test_frozen_parameters_may_be_of_any_type(frozen: Tensor, device: str) -> None:
+    model = nn.Linear(5, 3)
+    model.register_parameter("index", nn.Parameter(frozen, requires_grad=False))
+    optimizer = run(AdaFisher(model.to(device), TCov=1), rows(device, 2))
+    assert optimizer.backend == ("reference" if device == "cpu" else "cuda")
+    assert torch.equal(model.index.cpu(), frozen)
+
 
 class Loose(nn.Module):
     """A Linear layer and parameters made by hand."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +94,22 @@ def test_the_interval_may_change_between_steps(device: str) -> None:
     assert not any(torch.equal(a, b) for a, b in zip(after, before))
     with pytest.raises(CafinError, match="`TCov` must be a whole number >= 1, got 0"):
         optimizer.TCov = 0
+
+
+def test_an_interval_that_unsamples_the_coming_step_drops_its_sums(device: str) -> None:
+    a, b = (run(AdaFisher(mlp(device), TCov=1), rows(device, 1)) for _ in range(2))
+    loss_of(a.model, rows(device, 2)[1]).backward()
+    a.TCov = 2
+    a.step()
+    copy.deepcopy(a)  # between steps, so nothing is pending
+    a.model.load_state_dict(b.model.state_dict())
+    for optimizer in (a, b):
+        optimizer.TCov = 1
+        optimizer.model.zero_grad()
+        loss_of(optimizer.model, rows(device, 3)[2]).backward()
+        optimizer.step()
+    for mine, true in zip(a.factors().values(), b.factors().values()):
+        assert torch.equal(mine[0], true[0]) and torch.equal(mine[1], true[1])
 
 
 def test_closure_is_run_once_and_its_loss_returned(device: str) -> None:

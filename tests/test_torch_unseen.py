@@ -33,6 +33,16 @@ def test_attention_lends_the_weights_of_its_output_layer(device: str) -> None:
     assert not any(torch.equal(f, torch.ones_like(f)) for f in optimizer.factors()["linear1"])
 
 
+def test_the_warning_names_the_scripts_line_behind_a_scheduler() -> None:
+    optimizer = AdaFisher(nn.Linear(3, 2), TCov=1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)  # wraps `step`
+    optimizer.model.eval()
+    optimizer.model(torch.randn(4, 3)).sum().backward()
+    with pytest.warns(UserWarning, match="were not seen") as caught:
+        optimizer.step()
+    assert [w.filename for w in caught] == [__file__]
+
+
 def test_unused_and_frozen_layers_are_no_news() -> None:
     model = nn.ModuleDict({"used": nn.Linear(3, 3), "unused": nn.Linear(3, 3), "frozen": nn.Linear(3, 3)})
     model["frozen"].requires_grad_(False)
