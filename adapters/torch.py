@@ -6,8 +6,6 @@ and each layer of its forward and backward costs one. Between sampled steps no h
 
 from __future__ import annotations
 
-import sys
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,6 +25,7 @@ from cafin_cupy.update import place
 from .torch_layers import Tap, describe
 from .torch_plan import Plan
 from .torch_state import check_factors, check_state
+from .torch_warnings import warn_unseen, warn_without_factors
 
 __all__ = ["AdaFisher", "AdaFisherW"]
 
@@ -103,7 +102,8 @@ class AdaFisher(torch.optim.Optimizer):
         self._hyper(where, defaults)
         _refuse_ranks(where)
         super().__init__(parameters, defaults)
-        self._warn_without_factors()
+        unowned = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in self._owners]
+        warn_without_factors(where, unowned)
         self._attach()
 
     # Set-up
@@ -132,12 +132,6 @@ class AdaFisher(torch.optim.Optimizer):
             self._modules.append((name, module, shared[key], layer))
         self._owners = owners(self._layers)
 
-    def _warn_without_factors(self) -> None:
-        names = [name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in self._owners]
-        if names:
-            shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-            warnings.warn(f"{type(self).__name__}: no factors (F = 1) for {shown}", stacklevel=3)
-
     @property
     def _factors(self) -> Factors:
         """The factors, made when first needed, on the device where the model is by then."""
@@ -154,13 +148,8 @@ class AdaFisher(torch.optim.Optimizer):
     def _device(self) -> int | str:
         views = {torch_view(p, "step", "model").device for p in self._trained()}
         if len(views) != 1:
-            refuse(
-                type(self).__name__,
-                "model",
-                "lie on one device",
-                sorted(map(place, views)),
-                "use one optimizer for each",
-            )
+            got = sorted(map(place, views))
+            refuse(type(self).__name__, "model", "lie on one device", got, "use one optimizer for each")
         return views.pop()
 
     @property
@@ -280,14 +269,7 @@ class AdaFisher(torch.optim.Optimizer):
         ]
         if unseen and not self._warned:
             self._warned = True
-            shown = ", ".join(map(repr, unseen[:8])) + (f" and {len(unseen) - 8} more" if len(unseen) > 8 else "")
-            warnings.warn(
-                f"{type(self).__name__}: layers have gradients but were not seen on a sampled step, so their factors "
-                f"stay as they are: {shown}. Their forward was not called (nn.MultiheadAttention uses the weights of "
-                "its out_proj), ran in eval mode, or was compiled without hooks (set "
-                "torch._dynamo.config.skip_nnmodule_hook_guards = False before torch.compile).",
-                stacklevel=_callers_level(),
-            )
+            warn_unseen(type(self).__name__, unseen)
         self._factors.update(loss_scale)
 
     def _unscaling(self) -> tuple[float, float] | None:
@@ -345,13 +327,9 @@ class AdaFisher(torch.optim.Optimizer):
         check_state(where, state_dict, self.param_groups)
         for group in state_dict["param_groups"]:
             self._hyper(where, {**self.defaults, **group})
-        names = [name for name, *_ in self._modules]
-        H = check_factors(
-            where, "H_D", state_dict["H_D"], names, [self._layers[k].H_size for _, _, k, _ in self._modules]
-        )
-        S = check_factors(
-            where, "S_D", state_dict["S_D"], names, [self._layers[k].S_size for _, _, k, _ in self._modules]
-        )
+        layers = [(name, self._layers[index]) for name, _, index, _ in self._modules]
+        H = check_factors(where, "H_D", state_dict["H_D"], [(name, layer.H_size) for name, layer in layers])
+        S = check_factors(where, "S_D", state_dict["S_D"], [(name, layer.S_size) for name, layer in layers])
         factors = self._factors
         pairs = [
             [F.to(device=mine[index].device, dtype=mine[index].dtype) for F, mine in ((h, factors.H), (s, factors.S))]
@@ -403,14 +381,6 @@ class AdaFisherW(AdaFisher):
     """AdaFisher with decoupled weight decay: `p <- p - lr (m / (1 - beta^t) / F + wd p)`. See `AdaFisher`."""
 
     _decoupled = True
-
-
-def _callers_level() -> int:
-    """The stacklevel at which a warning of the calling function names the script's own line, behind all wrappers."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "cafin_cupy"):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _detach(taps: list[Any]) -> None:

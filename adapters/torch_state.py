@@ -44,12 +44,12 @@ def check_state(where: str, state_dict: Any, param_groups: list[dict[str, Any]])
             _numbers(where, f"state[{index}]['exp_avg']", entry["exp_avg"], tuple(parameters[index].shape))
 
 
-def check_factors(where: str, key: str, given: Any, names: Sequence[str], sizes: Sequence[int]) -> list[Tensor]:
-    """A checkpoint's `H_D` or `S_D` as a list, refused if it is not one vector of the right size for each layer."""
-    if not isinstance(given, (list, tuple)) or len(given) != len(names):
+def check_factors(where: str, key: str, given: Any, sizes: Sequence[tuple[str, int]]) -> list[Tensor]:
+    """A checkpoint's `H_D` or `S_D` as a list, refused if it is not one vector for each (name, size)."""
+    if not isinstance(given, (list, tuple)) or len(given) != len(sizes):
         got = len(given) if isinstance(given, (list, tuple)) else type(given).__name__
-        refuse(where, key, f"hold {len(names)} tensors, one for each layer", got)
-    for name, size, factor in zip(names, sizes, given):
+        refuse(where, key, f"hold {len(sizes)} tensors, one for each layer", got)
+    for (name, size), factor in zip(sizes, given):
         _numbers(where, f"{key} of {name}", factor, (size,))
         if not bool(((factor >= 0) & torch.isfinite(factor)).all()):
             refuse(

@@ -1,0 +1,37 @@
+"""The two warnings of the PyTorch optimizer: parameters without factors, and layers that it does not get to see."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+
+SHOWN = 8  # names in a warning
+
+
+def warn_without_factors(where: str, names: Sequence[str]) -> None:
+    """Parameters that no known layer owns; nothing if there are none."""
+    if names:
+        _warn(f"{where}: no factors (F = 1) for {_listed(names)}")
+
+
+def warn_unseen(where: str, names: Sequence[str]) -> None:
+    """Layers whose weights have gradients although their forward was not seen on a sampled step."""
+    _warn(
+        f"{where}: layers have gradients but were not seen on a sampled step, so their factors stay as they are: "
+        f"{_listed([repr(name) for name in names])}. Their forward was not called (nn.MultiheadAttention uses the "
+        "weights of its out_proj), ran in eval mode, or was compiled without hooks (set "
+        "torch._dynamo.config.skip_nnmodule_hook_guards = False before torch.compile)."
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def _warn(text: str) -> None:
+    """Warn at the script's own line, behind the wrappers that torch, its schedulers and scalers put around a step."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "cafin_cupy"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
