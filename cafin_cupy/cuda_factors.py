@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from array_api_compat import array_namespace
 
 from . import table
 from .arrays import View, allocate, contiguous_strides, copy_like, current_stream, same_strides, signature, view
@@ -22,10 +23,11 @@ from .layers import Columns, Layer
 from .rule import Averaging
 from .runtime import Arguments, Launch, prepare
 
-WARPS = 8  # rows that a block of column_sums reads at once
+WARPS = 8  # rows that a block of column_sums reads at once, as in its source
 ENOUGH_BLOCKS = 264  # split long batches until a launch has so many; a constant, so results agree across GPUs
 LEAST_ROWS = 64  # per block, so that partial sums stay few
 FOLD_BLOCK = 256
+AVERAGE_BLOCK = 512  # as in average.cu
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class _Half:
         """Raw sums for this geometry's results; with `keep`, behind those already there (a longer sequence)."""
         outputs = self.outputs
         if self.sums is None or outputs > self.sums.shape[0]:
-            xp = _namespace(self.like)
+            xp = array_namespace(self.like)
             longer = xp.zeros((outputs,), dtype=xp.float32, device=self.like.device)
             if keep:
                 longer[: self.units] = self.sums[: self.units]
@@ -133,12 +135,6 @@ class _Half:
         elif keep and outputs > self.units:
             self.sums[self.units : outputs] = 0.0
         self.units = max(self.units, outputs) if keep else outputs
-
-
-def _namespace(array: Any) -> Any:
-    from array_api_compat import array_namespace
-
-    return array_namespace(array)
 
 
 class _Sums:
@@ -184,7 +180,7 @@ class CudaFactors(Factors):
         self._sums = [_Sums(H) for H in self.H_effective]
         self._column_sums = Launch("column_sums", "column_sums", device, WARPS * 32)
         self._fold = Launch("fold", "fold", device, FOLD_BLOCK)
-        self._average = Launch("average", "average", device, 512)
+        self._average = Launch("average", "average", device, AVERAGE_BLOCK)
         self._fold_arguments, self._average_arguments = Arguments(table.Fold), Arguments(table.Average)
         if self.layers:
             like, count = self.H[0], len(self.layers)
@@ -221,7 +217,7 @@ class CudaFactors(Factors):
         sums.count += sums.per_call
 
     def _checked(self, layer: Layer, name: str, array: Any) -> View:
-        v = array if isinstance(array, View) else view(array, "accumulate", name)
+        v = view(array, "accumulate", name)
         if v.device != self.device or v.dtype != "float32":
             rule, got = f"be float32 on cuda:{self.device}", f"{v.dtype} on {v.device}"
             refuse("accumulate", f"{name} of {layer.label}", rule, got, "convert it, or use backend='reference'")
@@ -242,6 +238,7 @@ class CudaFactors(Factors):
         if (plans, laid) != sums.laid:
             if sums.unfolded:
                 self._fold_all(stream)
+            sums.laid = sums.signature = None  # known again once both arrays are described
             for place, (half, columns, how) in enumerate(zip(sums.halves, plans, laid)):
                 half.plan(columns, how)
                 sums.operands[place] = half.operand

@@ -28,8 +28,8 @@ from .errors import CafinTypeError, refuse
 from .rule import Hyper, whole
 from .runtime import Arguments, Launch, prepare
 
-BLOCK = 256
-_NOTHING = (None, None, None, None)
+BLOCK = 256  # as in update.cu
+_NOTHING = (None, None, None, None)  # of p, g, m and which: the table holds none that are known
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -213,7 +213,7 @@ def fused_step(
             `__cuda_array_interface__`, all on one device. Changed in place. On the CUDA backend float32, contiguous or
             channels_last; on the reference backend any floating dtype and strides.
         grads: same structure, shapes and dtypes. Strided gradients are copied first.
-        momenta: same structure and shapes, and the parameters' strides. Changed in place.
+        momenta: same structure, shapes and dtypes; on the CUDA backend with the parameters' strides. Changed in place.
         factors: None, or the same structure with None or a pair (H, S) for each parameter, where
             `len(S) * len(H)` is the parameter's size: it is seen as a (S, H) matrix in row-major order.
         lr, beta, Lambda, weight_decay, decoupled: see `Hyper`.
@@ -246,10 +246,8 @@ def fused_step(
         calls = []
         for a, b, c, pair, t in zip(p, g, m, pairs, steps):
             target = known(a.owner, where, "params")
-            grad, momentum = (
-                beside(b.owner, target, where, "grads"),
-                beside(c.owner, target, where, "momenta", written=True),
-            )
+            grad = beside(b.owner, target, where, "grads")
+            momentum = beside(c.owner, target, where, "momenta", written=True)
             given = pair and tuple(beside(f.owner, target, where, "factors") for f in pair)
             calls.append((target, grad, momentum, given, hyper, t))
         for call in calls:

@@ -65,6 +65,7 @@ def test_constants_agree() -> None:
     assert constants("column_sums")["TILE"] == table.TILE
     assert constants("column_sums")["WARPS"] == cuda_factors.WARPS
     assert constants("update")["HYPERS"] == table.HYPERS
+    assert constants("average")["THREADS"] == cuda_factors.AVERAGE_BLOCK
     assert constants("update")["THREADS"] == update.BLOCK
     assert f"-DCHUNK={table.CHUNK}" in runtime.options()
 

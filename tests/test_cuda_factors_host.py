@@ -1,0 +1,77 @@
+"""What the host tells the kernels of a layer, also after a failure. Launches are recorded; no GPU is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cafin_cupy import Averaging, Linear, cuda_factors, table
+from cafin_cupy.cuda_factors import CudaFactors
+
+
+class Recorder:
+    """Takes the place of `Launch`: keeps the argument struct of every launch, by kernel."""
+
+    launches: dict[str, list[Any]]
+
+    def __init__(self, stem: str, name: str, device: Any, block: int) -> None:
+        self.name = name
+
+    def __call__(self, arguments: Any, grid: int, stream: int) -> None:
+        self.launches.setdefault(self.name, []).append(arguments.values.copy())
+
+
+class Table:
+    def __init__(self, dtype: Any, length: int, like: Any, device: Any) -> None:
+        self.rows, self.ptr = np.zeros(length, dtype), 1
+
+    def upload(self, stream: int) -> None:
+        pass
+
+
+@pytest.fixture
+def factors(monkeypatch: pytest.MonkeyPatch) -> CudaFactors:
+    monkeypatch.setattr(Recorder, "launches", {}, raising=False)
+    monkeypatch.setattr(cuda_factors, "Launch", Recorder)
+    monkeypatch.setattr(cuda_factors, "prepare", lambda device: None)
+    monkeypatch.setattr(cuda_factors, "current_stream", lambda array, device: 0)
+    monkeypatch.setattr(table, "DeviceTable", Table)
+    return CudaFactors([Linear(torch.ones(3, 5))], Averaging.parity(), "cpu")  # type: ignore[arg-type]
+
+
+def pair(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(rows, 5), torch.ones(rows, 3)
+
+
+def test_memory_that_runs_out_leaves_no_half_described_layer(
+    factors: CudaFactors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call of the earlier shape after one that failed must not be read with the failed one's rows."""
+    small, large = pair(4), pair(4096)
+    factors.accumulate(0, *small)
+    with monkeypatch.context() as patch:
+        calls: list[int] = []
+
+        def allocate(like: Any, size: int) -> Any:
+            calls.append(size)
+            if len(calls) == 2:  # the input is described, its output gradient is not
+                raise MemoryError("no workspace")
+            return None, 64
+
+        patch.setattr(cuda_factors, "allocate", allocate)
+        with pytest.raises(MemoryError):
+            factors.accumulate(0, *large)
+    factors.accumulate(0, *small)
+    seen = Recorder.launches["column_sums"]
+    assert [operands["operand"]["rows"].tolist() for operands in seen] == [[4, 4], [4, 4]]
+    assert factors._sums[0].count == 8  # the failed call has added nothing
+
+
+def test_a_repeated_geometry_is_described_once(factors: CudaFactors) -> None:
+    for _ in range(3):
+        factors.accumulate(0, *pair(7))
+    assert factors._sums[0].version == 1
+    assert [int(v["operand"]["add"][0]) for v in Recorder.launches["column_sums"]] == [0, 1, 1]
