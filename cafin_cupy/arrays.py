@@ -207,6 +207,18 @@ def current_stream(array: Any, device: int, stream: Any = None) -> int:
     return int(cupy.cuda.get_current_stream(device).ptr)
 
 
+def order(first: int, second: int, device: int) -> None:
+    """Let what stream `second` does from now on wait for what `first` has been given; both are addresses."""
+    if first == second:
+        return
+    import cupy
+
+    with on_device(device):
+        event = cupy.cuda.Event(disable_timing=True)
+        cupy.cuda.runtime.eventRecord(event.ptr, first)
+        cupy.cuda.runtime.streamWaitEvent(second, event.ptr)
+
+
 def on_device(device: int) -> Any:
     """Context in which `device` is current for the CUDA runtime; costs almost nothing where it is already."""
     import cupy

@@ -1,6 +1,6 @@
 """The factors by the kernels column_sums, fold and average.
 
-A call of `accumulate` is one launch: both column sums of a layer, added to partial sums that wait in a workspace.
+A launch of column_sums adds both column sums of a layer, or of several, to partial sums that wait in a workspace.
 `update` is two launches for all layers: fold the partial sums, then average. The workspace belongs to the geometry of a
 layer's last call; when the geometry changes within a step, what waits is folded first.
 """
@@ -16,18 +16,31 @@ import numpy as np
 from array_api_compat import array_namespace
 
 from . import table
-from .arrays import View, allocate, contiguous_strides, copy_like, current_stream, same_strides, signature, view
+from .arrays import (
+    View,
+    allocate,
+    contiguous_strides,
+    copy_like,
+    current_stream,
+    item_size,
+    order,
+    same_strides,
+    signature,
+    view,
+)
 from .errors import refuse
 from .factors import Factors
 from .layers import Columns, Layer
 from .rule import Averaging
 from .runtime import Arguments, Launch, prepare
 
-WARPS = 8  # rows that a block of column_sums reads at once, as in its source
+COLUMN_SUMS_BLOCK = 256  # as in column_sums.cu
+ELEMENTS = {"float32": 0, "bfloat16": 1, "float16": 2}  # what column_sums reads, by its number there
 ENOUGH_BLOCKS = 264  # split long batches until a launch has so many; a constant, so results agree across GPUs
-LEAST_ROWS = 64  # per block, so that partial sums stay few
-FOLD_BLOCK = 256
-AVERAGE_BLOCK = 512  # as in average.cu
+LEAST_ROWS = 128  # per block, so that partial sums stay few
+BATCH_BYTES = 64 << 20  # of arrays that wait for one launch: enough to make little of its start and end
+FOLD_BLOCK, FOLD_LANES = 256, 8  # as in fold.cu
+AVERAGE_BLOCK = 1024  # as in average.cu
 
 
 @dataclass(frozen=True)
@@ -76,7 +89,7 @@ def split(rows: int, tiles: int) -> tuple[int, int]:
     """(slices, rows of a slice): enough blocks to fill a GPU, none with too few rows."""
     slices = max(1, min(-(-ENOUGH_BLOCKS // tiles), rows // LEAST_ROWS))
     height = -(-rows // slices)
-    height = -(-height // WARPS) * WARPS
+    height = -(-height // 8) * 8  # whole rounds of a block
     return -(-rows // height), height
 
 
@@ -85,6 +98,7 @@ class _Half:
 
     def __init__(self, like: Any) -> None:
         self.like = like
+        self.memory: Any = None  # the workspace: partial sums
         self.sums: Any = None
         self.ptr = 0  # of the sums
         self.outputs = 0  # sums that the present geometry gives
@@ -92,27 +106,32 @@ class _Half:
         self.operand = np.zeros((), table.Operand)
         self.job = np.zeros((), table.FoldJob)
         self.blocks = 0
-        self.vector = False  # rows start at multiples of four elements
+        self.fold_blocks = 0
+        self.vector = False  # rows start at multiples of 16 bytes
 
-    def plan(self, columns: Columns, laid: Matrix) -> None:
+    def plan(self, columns: Columns, laid: Matrix, dtype: str) -> None:
         """Describe arrays of this geometry to the kernels, and provide the workspace."""
         width = laid.segments * laid.run
-        tiles = -(-width // table.TILE)
+        tile = table.TILE if dtype == "float32" else 2 * table.TILE
+        tiles = -(-width // tile)
         slices, height = split(laid.rows, tiles)
-        parts = 1 if laid.run == 1 else (laid.run - 1) // table.TILE + 2
-        self._memory, ptr = allocate(self.like, 4 * slices * parts * laid.segments)
+        parts = 1 if laid.run == 1 else (laid.run - 1) // tile + 2
+        self.memory, ptr = allocate(self.like, 4 * slices * parts * laid.segments)
         self.operand[...] = (
-            *(0, ptr, laid.rows, laid.stride, width, laid.run, height),
-            *(tiles, slices, parts, columns.power == 2, 0, 0, columns.scale, 0),
+            *(0, ptr, laid.rows, laid.stride, width, laid.run, height, 0),
+            *(tiles, slices, parts, columns.power == 2, 0, ELEMENTS[dtype], 0, columns.scale, 0),
         )
-        self.vector = laid.stride % 4 == 0
+        self.vector = laid.stride * item_size(dtype) % 16 == 0
         self.blocks = tiles * slices
         job, image = self.job, columns.patches
         job[...] = np.zeros((), table.FoldJob)
         job["columns"], job["run"], job["slices"], job["parts"] = ptr, laid.run, slices, parts
+        job["tile"] = tile
         job["outputs"] = laid.segments
         if image is not None:
-            job["patches"], job["pixels"] = 1, width
+            rows = image.output[0] * -(-image.image[1] // 32)  # that a lane adds for a kernel row
+            warps = next((warps for warps in (1, 2, 4) if rows <= 32 * warps), 8)
+            job["warps"], job["pixels"] = warps, width
             job["outputs"] = image.groups * image.channels * math.prod(image.kernel)
             job["channel_step"], job["row_step"], job["column_step"] = laid.steps
             for name, (y, x) in (("stride", image.stride), ("padding", image.padding), ("dilation", image.dilation)):
@@ -121,6 +140,10 @@ class _Half:
             job["out_height"], job["out_width"] = image.output
             job["kernel_height"], job["kernel_width"] = image.kernel
         self.outputs = int(job["outputs"])
+        if image is None:
+            self.fold_blocks = -(-self.outputs * FOLD_LANES // FOLD_BLOCK)
+        else:
+            self.fold_blocks = -(-image.groups * image.channels * image.kernel[0] * warps * 32 // FOLD_BLOCK)
 
     def room(self, keep: bool) -> None:
         """Raw sums for this geometry's results; with `keep`, behind those already there (a longer sequence)."""
@@ -142,29 +165,36 @@ class _Sums:
 
     def __init__(self, like: Any) -> None:
         self.halves = (_Half(like), _Half(like))
-        self.arguments = Arguments(table.ColumnSums)
-        operands = self.arguments.values["operand"]
-        self.operands, self.x, self.add, self.vector = operands, operands["x"], operands["add"], operands["vector"]
-        self.signature: Any = None  # of the arrays that `arguments` describes
+        self.operands = np.zeros(2, table.Operand)
+        self.content = self.operands.view(np.uint8)
+        self._x, self._add, self._vector = (self.operands[name] for name in ("x", "add", "vector"))
+        self._first = self.operands["first"]
+        self.signature: Any = None  # of the arrays that `operands` describes
         self.laid: Any = None  # how they lie in memory
         self.unfolded = False  # partial sums wait in the workspace
         self.folded = False  # earlier partial sums of this step are in `sums`
         self.count = 0  # what the sums will be divided by
         self.per_call = 0  # what one call adds to it
-        self.blocks = 0
+        self.bytes = 0  # that one call reads
         self.version = 0  # changes with `laid`
 
     def point(self, h: int, s: int) -> None:
-        """Let `arguments` read arrays at these addresses."""
-        self.x[0], self.x[1] = h, s
-        self.add[:] = self.unfolded
-        if (h | s) % 16 or self.vector[0] + self.vector[1] < 2:
+        """Let `operands` read arrays at these addresses."""
+        self._x[0], self._x[1] = h, s
+        self._add[:] = self.unfolded
+        if (h | s) % 16 or self._vector[0] + self._vector[1] < 2:
             for place, (half, address) in enumerate(zip(self.halves, (h, s))):
-                self.vector[place] = address % 16 == 0 and half.vector
+                self._vector[place] = address % 16 == 0 and half.vector
+
+    def start_at(self, block: int) -> int:
+        """Let the first block be this one of a launch, and return the one behind the last."""
+        h, s = self.halves
+        self._first[0], self._first[1] = block, block + h.blocks
+        return block + h.blocks + s.blocks
 
 
 class CudaFactors(Factors):
-    """The factors on one CUDA device, float32."""
+    """The factors on one CUDA device, float32, from float32, bfloat16 or float16 arrays."""
 
     kernels = True
 
@@ -178,7 +208,12 @@ class CudaFactors(Factors):
         super().__init__(layers, averaging)
         self.device = device
         self._sums = [_Sums(H) for H in self.H_effective]
-        self._column_sums = Launch("column_sums", "column_sums", device, WARPS * 32)
+        self._waiting: list[tuple[_Sums, Any, Any]] = []  # for a launch, with their arrays
+        self._waiting_bytes = 0
+        self._waiting_on = 0  # the stream that their arrays are ready on
+        self._column_sums = Launch("column_sums", "column_sums", device, COLUMN_SUMS_BLOCK)
+        self._column_arguments = Arguments(table.ColumnSums)
+        self._operands = self._column_arguments.values["operand"].view(np.uint8)
         self._fold = Launch("fold", "fold", device, FOLD_BLOCK)
         self._average = Launch("average", "average", device, AVERAGE_BLOCK)
         self._fold_arguments, self._average_arguments = Arguments(table.Fold), Arguments(table.Average)
@@ -190,7 +225,8 @@ class CudaFactors(Factors):
                 [view(a[i]).ptr for a in (self.H, self.H_effective, self.S, self.S_effective)] for i in range(count)
             ]
         self._fold_key: Any = None
-        self._fold_outputs = 0
+        self._fold_shares: Any = None
+        self._retired: list[Any] = []  # what CUDA graphs may still read
         self._average_key: Any = None
 
     @property
@@ -198,9 +234,15 @@ class CudaFactors(Factors):
         return any(sums.count for sums in self._sums)
 
     def accumulate(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
+        self.defer(index, h, s, layer)
+        self.flush()
+
+    def defer(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
         layer = layer or self.layers[index]
         sums = self._sums[index]
         stream = current_stream(h, self.device)
+        if self._waiting and (stream != self._waiting_on or any(waits is sums for waits, _, _ in self._waiting)):
+            self.flush()
         seen = layer, signature(h), signature(s)
         if seen == sums.signature:
             sums.point(h.data_ptr(), s.data_ptr())  # only torch's tensors have a signature
@@ -209,17 +251,39 @@ class CudaFactors(Factors):
             layer.check(first.shape, second.shape)
             if first.size == 0 or second.size == 0:
                 return
-            held = self._plan(layer, sums, first, second, stream)  # copies live until the launch is ordered
-            plain = held[0] is first and held[1] is second and None not in seen
+            read = self._plan(layer, sums, first, second, stream)
+            plain = read[0] is first and read[1] is second and None not in seen
             sums.signature = seen if plain else None
-        self._column_sums(sums.arguments, sums.blocks, stream)
+            h, s = read
         sums.unfolded = True
         sums.count += sums.per_call
+        self._waiting.append((sums, h, s))
+        self._waiting_on = stream
+        self._waiting_bytes += sums.bytes
+        if self._waiting_bytes >= BATCH_BYTES or 2 * len(self._waiting) == table.OPERANDS:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._waiting:
+            return
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        block = place = 0
+        for sums, _, _ in waiting:
+            block = sums.start_at(block)
+            self._operands[place : place + sums.content.size] = sums.content
+            place += sums.content.size
+        self._column_arguments.values["count"] = 2 * len(waiting)
+        try:
+            self._column_sums(self._column_arguments, block, self._waiting_on)
+            order(self._waiting_on, current_stream(self.H[0], self.device), self.device)
+        except BaseException:
+            self.discard()  # what the failed launch would have added is lost
+            raise
 
     def _checked(self, layer: Layer, name: str, array: Any) -> View:
         v = view(array, "accumulate", name)
-        if v.device != self.device or v.dtype != "float32":
-            rule, got = f"be float32 on cuda:{self.device}", f"{v.dtype} on {v.device}"
+        if v.device != self.device or v.dtype not in ELEMENTS:
+            rule, got = f"be {', '.join(ELEMENTS)} on cuda:{self.device}", f"{v.dtype} on {v.device}"
             refuse("accumulate", f"{name} of {layer.label}", rule, got, "convert it, or use backend='reference'")
         return v
 
@@ -235,40 +299,55 @@ class CudaFactors(Factors):
                 how = matrix(arrays[place], columns)
             assert how is not None  # contiguous by now
             laid.append(how)
-        if (plans, laid) != sums.laid:
+        geometry = plans, laid, h.dtype, s.dtype
+        if geometry != sums.laid:
             if sums.unfolded:
                 self._fold_all(stream)
             sums.laid = sums.signature = None  # known again once both arrays are described
-            for place, (half, columns, how) in enumerate(zip(sums.halves, plans, laid)):
-                half.plan(columns, how)
+            for place, (half, columns, how, v) in enumerate(zip(sums.halves, plans, laid, (h, s))):
+                self._retire(half.memory)
+                half.plan(columns, how, v.dtype)
                 sums.operands[place] = half.operand
-            sums.laid = plans, laid
-            sums.blocks = sums.halves[0].blocks + sums.halves[1].blocks
+            sums.laid = geometry
+            sums.bytes = sum(v.size * item_size(v.dtype) for v in (h, s))
             sums.version += 1
         sums.per_call = layer.count(h.shape, s.shape)
         sums.point(arrays[0].ptr, arrays[1].ptr)
         return arrays
 
+    def _retire(self, memory: Any) -> None:
+        if self.captured and not any(memory is kept for kept in self._retired):
+            self._retired.append(memory)
+
+    def _writable(self, rows: table.DeviceTable) -> table.DeviceTable:
+        """A table that no CUDA graph reads."""
+        self._retire(rows)
+        return rows.like() if self.captured else rows
+
     def _fold_all(self, stream: int) -> None:
-        """Fold all partial sums that wait, in one launch."""
-        waiting = [sums for sums in self._sums if sums.unfolded]
-        for sums in waiting:
+        """Fold all partial sums, in one launch."""
+        self.flush()
+        unfolded = [sums for sums in self._sums if sums.unfolded]
+        for sums in unfolded:
             for half in sums.halves:
+                self._retire(half.sums)
                 half.room(sums.folded)
-        key = [(id(sums), sums.version, sums.folded, sums.halves[0].ptr) for sums in waiting]
-        rows = self._fold_table.rows
+        key = [(id(sums), sums.version, sums.folded, sums.halves[0].ptr) for sums in unfolded]
         if key != self._fold_key:
-            self._fold_key, first = None, 0  # known again once the upload is under way
-            for place, half in enumerate(half for sums in waiting for half in sums.halves):
-                half.job["first"], half.job["sums"] = first, half.ptr
-                half.job["add"] = waiting[place // 2].folded
-                rows[place] = half.job
-                first += half.outputs
+            self._fold_key = None  # known again once the uploads are under way
+            halves = [(half, sums.folded) for sums in unfolded for half in sums.halves]
+            self._fold_table = self._writable(self._fold_table)
+            for place, (half, folded) in enumerate(halves):
+                half.job["sums"], half.job["add"] = half.ptr, folded
+                self._fold_table.rows[place] = half.job
             self._fold_table.upload(stream)
-            self._fold_key, self._fold_outputs = key, first
-        self._fold_arguments.values[...] = (self._fold_table.ptr, self._fold_outputs, 2 * len(waiting))
-        self._fold(self._fold_arguments, -(-self._fold_outputs * 32 // FOLD_BLOCK), stream)
-        for sums in waiting:
+            self._retire(self._fold_shares)
+            self._fold_shares = table.shares([half.fold_blocks for half, _ in halves], self.H[0], self.device)
+            self._fold_shares.upload(stream)
+            self._fold_arguments.values[...] = (self._fold_table.ptr, self._fold_shares.ptr)
+            self._fold_key = key
+        self._fold(self._fold_arguments, len(self._fold_shares.rows), stream)
+        for sums in unfolded:
             sums.unfolded, sums.folded = False, True
 
     def update(self, grad_scale: float = 1.0) -> None:
@@ -282,6 +361,7 @@ class CudaFactors(Factors):
         ]
         if key != self._average_key:
             self._average_key = None
+            self._average_table = self._writable(self._average_table)
             for row, index in enumerate(seen):
                 self._average_table.rows[row] = self._average_job(index, grad_scale)
             self._average_table.upload(stream)
@@ -312,5 +392,6 @@ class CudaFactors(Factors):
         )
 
     def discard(self) -> None:
+        self._waiting, self._waiting_bytes = [], 0
         for sums in self._sums:
             sums.count, sums.unfolded, sums.folded = 0, False, False

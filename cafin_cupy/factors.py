@@ -27,10 +27,12 @@ class Factors:
         H_effective, S_effective: what enters the preconditioner: the same arrays, or their normalised form where the
             rule normalises after averaging, in float32 (float64 for float64 weights).
             All of them are refreshed in place, so views of them stay valid.
-        kernels: True where the CUDA kernels compute, which take float32 arrays.
+        kernels: True where the CUDA kernels compute.
+        captured: set to True once a CUDA graph has captured calls: what its replays read is not written again.
     """
 
     kernels = False
+    captured = False
 
     def __init__(self, layers: Sequence[Layer], averaging: Averaging) -> None:
         self.layers = list(layers)
@@ -85,6 +87,14 @@ class Factors:
             layer: descriptor of this very call, where modules of one weight differ in stride, padding or dilation.
         """
         raise NotImplementedError
+
+    def defer(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
+        """As `accumulate`, but the arrays may be read as late as `flush`, and must stay as they are until then: small
+        layers share a launch. On the CUDA backend up to 64 MiB wait."""
+        self.accumulate(index, h, s, layer)
+
+    def flush(self) -> None:
+        """Read all arrays that wait since `defer`, and make the current stream wait for it."""
 
     def update(self, grad_scale: float = 1.0) -> None:
         """Refresh the factors of every layer that has sums, and forget the sums. `grad_scale`: factor on the loss."""

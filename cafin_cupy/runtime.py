@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import sys
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -25,7 +26,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "column_sums": ("column_sums",),
     "fold": ("fold",),
     "average": ("average",),
-    "update": ("update",),
+    "update": ("update", "schedule"),
 }
 DTYPES = {"float32": ("float", "float")}  # element type T, arithmetic type A
 
@@ -144,28 +145,82 @@ class Arguments:
         self.address = ctypes.addressof(self._pointers)
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, of which one kind is used."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *((f"{of}_{axis}", ctypes.c_uint) for of in ("grid", "block") for axis in "xyz"),
+        ("shared_memory", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = _Attribute(6, 0, 1)
+
+
+@cache
+def _driver() -> Any:
+    """The CUDA driver's library. CuPy has no call that passes launch attributes."""
+    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+    return library
+
+
+@cache
+def _overlaps(device: int) -> bool:
+    """True if a kernel on `device` may be launched while the one before it ends: programmatic dependent launch, which
+    needs compute capability 9.0, and a driver that captures it in graphs (CUDA 12.3)."""
+    from cupy.cuda import Device, runtime
+
+    return int(Device(device).compute_capability) >= 90 and runtime.driverGetVersion() >= 12030
+
+
 class Launch:
     """A kernel on a device, launched without any conversion of arguments."""
 
     def __init__(self, stem: str, name: str, device: int, block: int) -> None:
-        from cupy.cuda import driver, runtime
+        from cupy.cuda import runtime
 
-        self.block = block
+        self._name = name
         self._device = device
         self._function = function(stem, name, device)
-        self._ptr = self._function.ptr
-        self._launch = driver.launchKernel
         self._get_device, self._set_device = runtime.getDevice, runtime.setDevice
+        self._config = _Config(1, 1, 1, block, 1, 1)
+        if _overlaps(device):
+            self._config.attributes, self._config.count = ctypes.pointer(_PROGRAMMATIC_STREAM_SERIALIZATION), 1
+        self._at = ctypes.addressof(self._config)
+        self._ptr = self._function.ptr
+        self._launch = _driver().cuLaunchKernelEx
 
     def __call__(self, arguments: Arguments, grid: int, stream: int) -> None:
-        """Launch `grid` blocks on `stream`; nothing for 0 blocks. The caller's current device stays current."""
+        """Launch `grid` blocks on `stream`; nothing for 0 blocks. The caller's current device stays current.
+
+        Raises:
+            BackendError: the driver refuses.
+        """
         if grid < 1:
             return
         current = self._get_device()
         if current != self._device:
             self._set_device(self._device)
+        config = self._config
+        config.grid_x, config.stream = grid, stream
         try:
-            self._launch(self._ptr, grid, 1, 1, self.block, 1, 1, 0, stream, arguments.address, 0)
+            error = self._launch(self._at, self._ptr, arguments.address, None)
         finally:
             if current != self._device:
                 self._set_device(current)
+        if error:
+            text = ctypes.c_char_p()
+            _driver().cuGetErrorString(error, ctypes.byref(text))
+            reason = (text.value or b"unknown").decode()
+            raise BackendError(f"launch: the driver must take kernel `{self._name}`, got error {error}: {reason}")

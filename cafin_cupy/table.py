@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from .arrays import allocate, on_device
+from .errors import BackendError
 
-TILE = 128  # columns of a block, as in kernels/common.cuh
+TILE = 128  # columns of a block of column_sums, in float32; twice as many in 16-bit types
 CHUNK = 4096  # elements of a block of the update
-HYPERS = 120  # different sets of scalars in one launch of the update
+OPERANDS = 32  # arrays in one launch of column_sums
+WORDS = 504  # room for scalars and addresses in the arguments of an update, in 8 bytes
+FLAGS = 480  # words of flags in the arguments of a schedule
 
 _PTR, _LONG, _INT, _REAL = "u8", "i8", "i4", "f4"
 
@@ -32,19 +36,19 @@ def _fields(kind: str, names: str) -> dict[str, str]:
 Operand = _struct(
     **_fields(_PTR, "x sums"),
     **_fields(_LONG, "rows stride columns run slice"),
-    **_fields(_INT, "tiles slices parts square add vector"),
-    **_fields(_REAL, "scale"),
-    **_fields(_INT, "unused"),
+    **_fields(_INT, "first tiles slices parts square add element vector"),
+    scale=_REAL,
+    unused=_INT,
 )
-ColumnSums = np.dtype([("operand", Operand, 2)], align=True)
+ColumnSums = np.dtype([("operand", Operand, OPERANDS), ("count", _INT), ("unused", _INT)], align=True)
 
 FoldJob = _struct(
     **_fields(_PTR, "columns sums"),
-    **_fields(_LONG, "first outputs run channel_step row_step column_step pixels"),
-    **_fields(_INT, "slices parts add patches height width out_height out_width kernel_height kernel_width"),
-    **_fields(_INT, "stride_y stride_x padding_y padding_x dilation_y dilation_x"),
+    **_fields(_LONG, "outputs run channel_step row_step column_step pixels"),
+    **_fields(_INT, "slices parts tile add warps height width out_height out_width kernel_height kernel_width"),
+    **_fields(_INT, "stride_y stride_x padding_y padding_x dilation_y dilation_x unused"),
 )
-Fold = _struct(jobs=_PTR, outputs=_LONG, count=_LONG)
+Fold = _struct(**_fields(_PTR, "jobs shares"))
 
 Vector = _struct(
     **_fields(_PTR, "sums factor effective"), **_fields(_LONG, "units size groups"), **_fields(_REAL, "mean entry")
@@ -53,12 +57,17 @@ AverageJob = _struct(H=Vector, S=Vector, norm=_INT, unused=_INT)
 Average = _struct(jobs=_PTR, keep="f8", add="f8", after=_INT, unused=_INT)
 
 Parameter = _struct(
-    **_fields(_PTR, "p g m H S"), **_fields(_LONG, "size columns"), **_fields(_INT, "channels taps hyper vector")
+    **_fields(_PTR, "p m H S"), **_fields(_LONG, "size columns"), **_fields(_INT, "channels taps hyper vector")
 )
 Hyper = _struct(**_fields(_REAL, "step_size decay l2 beta rest Lambda grad_scale"), unused=_INT)
 HYPER = struct.Struct("7fi")  # packs a Hyper faster than NumPy does
-Chunk = _struct(parameter=_INT, number=_INT)
-Update = np.dtype([("parameters", _PTR), ("chunks", _PTR), ("hypers", Hyper, HYPERS)], align=True)
+Share = _struct(item=_INT, number=_INT)  # what a block works on: an item, and its place within it
+Rate = _struct(**_fields("f8", "lr beta Lambda l2 decay grad_scale"), lr_at=_PTR)
+Schedule = np.dtype(
+    [*_fields(_PTR, "rates groups steps hypers").items(), ("first", "i8"), ("count", "i8"), ("present", "u8", FLAGS)],
+    align=True,
+)
+Update = np.dtype([*_fields(_PTR, "parameters shares hypers gradients").items(), ("words", "u8", WORDS)], align=True)
 
 STRUCTS = {
     "ColumnSums": ColumnSums,
@@ -67,6 +76,8 @@ STRUCTS = {
     "AverageJob": AverageJob,
     "Average": Average,
     "Parameter": Parameter,
+    "Rate": Rate,
+    "Schedule": Schedule,
     "Update": Update,
 }
 
@@ -92,26 +103,71 @@ def _staging(size: int, device: int) -> tuple[Any, np.ndarray[Any, Any], Any]:
     return pieces[-1]
 
 
+_captured: list[Any] = []  # pinned memory that graphs read, kept for good
+
+
 class DeviceTable:
     """An array of structs on a device, refreshed by one asynchronous copy from pinned memory."""
 
-    def __init__(self, dtype: np.dtype[np.void], length: int, like: Any, device: int) -> None:
+    def __init__(self, dtype: np.dtype[Any], length: int, like: Any, device: int) -> None:
         """`length` structs on `device`, from the allocator of the framework that owns the array `like`."""
         self.rows = np.zeros(length, dtype)
+        self._made_like = like
         self._content = self.rows.view(np.uint8)
         self._device = device
+        self._reserved: Any = None
         self._memory, self.ptr = allocate(like, max(1, self._content.size))
 
-    def upload(self, stream: int) -> None:
-        """Copy `rows` to the device, ordered on `stream`."""
+    def like(self) -> DeviceTable:
+        """Another table of this size."""
+        return DeviceTable(self.rows.dtype, len(self.rows), self._made_like, self._device)
+
+    def reserve(self) -> None:
+        """Provide pinned memory for one upload that a CUDA graph will capture, and may repeat for ever."""
+        import cupy
+
+        with on_device(self._device):
+            self._reserved = cupy.cuda.alloc_pinned_memory(max(1, self._content.size))
+
+    def upload(self, stream: int) -> bool:
+        """Copy `rows` to the device, ordered on `stream`.
+
+        Returns:
+            False if a CUDA graph has captured the copy: the rows are there after each replay, not now.
+
+        Raises:
+            BackendError: a CUDA graph captures the stream, and no memory was reserved for the copy.
+        """
         import cupy
 
         size = self._content.size
         if not size:
-            return
+            return True
         runtime = cupy.cuda.runtime
+        if runtime.streamIsCapturing(stream):
+            pinned, self._reserved = self._reserved, None
+            if pinned is None:
+                raise BackendError(
+                    "upload: what a CUDA graph captures must have run before with the same shapes and memory, got new "
+                    "ones; run a few iterations first, both sampled and unsampled ones"
+                )
+            _captured.append(pinned)
+            np.frombuffer(pinned, dtype=np.uint8, count=size)[:] = self._content
+            runtime.memcpyAsync(self.ptr, pinned.ptr, size, runtime.memcpyHostToDevice, stream)
+            return False
         with on_device(self._device), _one_upload:
             pinned, staged, event = _staging(1 << (size - 1).bit_length(), self._device)  # a power of two, to share
             staged[:size] = self._content
             runtime.memcpyAsync(self.ptr, pinned.ptr, size, runtime.memcpyHostToDevice, stream)
             runtime.eventRecord(event.ptr, stream)
+        return True
+
+
+def shares(blocks: Sequence[int], like: Any, device: int) -> DeviceTable:
+    """The share of each block of a launch, where item `i` takes `blocks[i]` blocks; not yet uploaded."""
+    total = sum(blocks)
+    made = DeviceTable(Share, total, like, device)
+    firsts = np.cumsum([0, *blocks])[:-1]
+    made.rows["item"] = np.repeat(np.arange(len(blocks)), blocks)
+    made.rows["number"] = np.arange(total) - np.repeat(firsts, blocks)
+    return made

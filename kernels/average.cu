@@ -11,7 +11,7 @@
 #include "common.cuh"
 
 struct Vector {
-    const A* sums;   // (groups, units), in; added over the groups
+    A* sums;         // (groups, units), in; the groups are added into the first
     void* factor;    // (size), in/out: the moving average, A if normalised before, double if after: the ones it starts
                      // from would drown small moments in float
     A* effective;    // (size), out: what enters the preconditioner; the same array as `factor` if normalised before
@@ -38,8 +38,10 @@ struct Average {
 static_assert(sizeof(AverageJob) == SIZEOF_AverageJob, "kernels and cafin_cupy/table.py disagree on AverageJob");
 static_assert(sizeof(Average) == SIZEOF_Average, "kernels and cafin_cupy/table.py disagree on Average");
 
-constexpr int THREADS = 512;
+constexpr int THREADS = 1024;
+constexpr int UNROLL = 4;  // entries in flight per thread
 constexpr int WARPS = THREADS / WARP;
+static_assert(WARPS == WARP, "a warp reduces what the warps have found");
 
 template <typename F>
 struct Range {
@@ -67,9 +69,17 @@ __device__ inline A block_sum_of_squares(const A* u, i64 n) {
     sum = warp_sum(sum);
     if (threadIdx.x % WARP == 0) partial[threadIdx.x / WARP] = sum;
     __syncthreads();
-    A total = 0;
-    for (int w = 0; w < WARPS; ++w) total += partial[w];
-    return total;
+    return warp_sum(partial[threadIdx.x % WARP]);
+}
+
+// Smallest and largest over a warp.
+template <typename F>
+__device__ inline void warp_range(F& low, F& high) {
+    for (int offset = WARP / 2; offset > 0; offset /= 2) {
+        const F other_low = __shfl_xor_sync(ALL_LANES, low, offset), other_high = __shfl_xor_sync(ALL_LANES, high, offset);
+        low = other_low < low ? other_low : low;
+        high = other_high > high ? other_high : high;
+    }
 }
 
 // Smallest and largest of clean(value(k)) over the block, the same in all threads.
@@ -78,25 +88,29 @@ __device__ inline Range<F> block_range(i64 n, Value value) {
     __shared__ F lows[WARPS], highs[WARPS];
     F low = F(infinity()), high = F(-infinity());
     bool broken = false;
+#pragma unroll UNROLL
     for (i64 k = threadIdx.x; k < n; k += THREADS) {
         const F x = clean(F(value(k)));
         broken |= x != x;
         low = x < low ? x : low;
         high = x > high ? x : high;
     }
-    for (int offset = WARP / 2; offset > 0; offset /= 2) {
-        const F other_low = __shfl_xor_sync(ALL_LANES, low, offset), other_high = __shfl_xor_sync(ALL_LANES, high, offset);
-        low = other_low < low ? other_low : low;
-        high = other_high > high ? other_high : high;
-    }
+    warp_range(low, high);
     const int any_broken = __syncthreads_or(broken);  // and nobody reads an earlier call's results any more
     if (threadIdx.x % WARP == 0) lows[threadIdx.x / WARP] = low, highs[threadIdx.x / WARP] = high;
     __syncthreads();
-    for (int w = 0; w < WARPS; ++w) {
-        low = lows[w] < low ? lows[w] : low;
-        high = highs[w] > high ? highs[w] : high;
-    }
+    low = lows[threadIdx.x % WARP], high = highs[threadIdx.x % WARP];
+    warp_range(low, high);
     return {low, high, any_broken};
+}
+
+// Adds the groups. A thread adds what it alone reads later.
+__device__ inline void add_groups(const Vector& v) {
+    for (i64 k = threadIdx.x; v.groups > 1 && k < v.units; k += THREADS) {
+        A sum = v.sums[k];
+        for (i64 g = 1; g < v.groups; ++g) sum += v.sums[g * v.units + k];
+        v.sums[k] = sum;
+    }
 }
 
 // One raw moment. `squares`: the total of a norm layer's squared sums, used for its H; `squared`: square each sum (its S).
@@ -109,8 +123,7 @@ struct Raw {
     __device__ A operator()(i64 k) const {
         if (k >= (whole ? 1 : v.units)) return v.entry;
         if (whole) return squares * v.mean;
-        A x = 0;
-        for (i64 g = 0; g < v.groups; ++g) x += v.sums[g * v.units + k];
+        const A x = v.sums[k];
         return (squared ? x * x : x) * v.mean;
     }
 };
@@ -119,19 +132,24 @@ __device__ inline void follow(const Vector& v, const Raw& raw, const Range<A>& r
     if (!rule.after) {
         A* factor = static_cast<A*>(v.factor);
         const A keep = A(rule.keep), add = A(rule.add);
+#pragma unroll UNROLL
         for (i64 k = threadIdx.x; k < v.size; k += THREADS)
             factor[k] = keep * factor[k] + add * scaled(clean(raw(k)), range);
         return;
     }
     double* factor = static_cast<double*>(v.factor);
+#pragma unroll UNROLL
     for (i64 k = threadIdx.x; k < v.size; k += THREADS)
         factor[k] = rule.keep * factor[k] + rule.add * double(clean(raw(k)));
     const Range<double> settled = block_range<double>(v.size, [factor](i64 k) { return factor[k]; });
     for (i64 k = threadIdx.x; k < v.size; k += THREADS) v.effective[k] = A(scaled(clean(factor[k]), settled));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) average(const Average args) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) average(const Average args) {
+    wait_for_previous_launch();
+    allow_next_launch();
     const AverageJob& job = args.jobs[blockIdx.x];
+    add_groups(job.H);
     const A squares = job.norm ? block_sum_of_squares(job.H.sums, job.H.units) : A(0);
     const Raw H = {job.H, squares, bool(job.norm), false}, S = {job.S, A(0), false, bool(job.norm)};
     const Range<A> H_range = block_range<A>(job.H.size, H), S_range = block_range<A>(job.S.size, S);

@@ -6,14 +6,17 @@
 //          image are the zero padding and add nothing. Thus a convolution's patch moment needs no patches, for any
 //          stride, padding and dilation, in either memory layout. average.cu adds the groups: C_in / groups channels each.
 //
-// A warp per result; lanes stride over the terms and are added by a butterfly, so the order is fixed.
+// Plain: eight lanes a result. Patches: a warp a channel and kernel row i, or several warps where the image is large.
+// Which pixels tap (i, j) meets is one question of i and y and another of j and x: so a lane adds the pixels of column x
+// in all image rows that i meets, and then the lanes that j meets are added, for each j.
+//
+// Order of summation: fixed by the shape. A lane's rows in order, lanes by a butterfly, then the warps in order.
 
 #include "common.cuh"
 
 struct FoldJob {
     const A* columns;  // (slices, parts, segments) or (slices, pixels), in
     A* sums;           // (outputs), in/out
-    i64 first;         // number of this job's first result among all
     i64 outputs;       //
     i64 run;           // as in column_sums
     i64 channel_step;  // pixel index: channel * channel_step + y * row_step + x * column_step
@@ -22,77 +25,117 @@ struct FoldJob {
     i64 pixels;        // columns of one slice; patches only
     int slices;        //
     int parts;         //
+    int tile;          // columns of a block of column_sums; plain only
     int add;           // 1: add to `sums`, 0: overwrite
-    int patches;       // 0: plain
+    int warps;         // of a channel's kernel row, a divisor of WARPS; 0: plain
     int height, width;              // of the image
     int out_height, out_width;      //
     int kernel_height, kernel_width;
     int stride_y, stride_x;
     int padding_y, padding_x;
     int dilation_y, dilation_x;
+    int unused;  // keeps the size a multiple of 8
 };
 
 struct Fold {
-    const FoldJob* jobs;  // (count), ordered by `first`
-    i64 outputs;          // of all jobs
-    i64 count;
+    const FoldJob* jobs;
+    const Share* shares;  // one for each block
 };
 
 static_assert(sizeof(FoldJob) == SIZEOF_FoldJob, "kernels and cafin_cupy/table.py disagree on FoldJob");
 static_assert(sizeof(Fold) == SIZEOF_Fold, "kernels and cafin_cupy/table.py disagree on Fold");
 
-constexpr int UNROLL = 4;
+constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / WARP;
+constexpr int LANES = 8;      // of a plain result
+constexpr int IN_FLIGHT = 8;  // partial sums per thread
 
-__device__ inline A plain(const FoldJob& job, i64 output, int lane) {
-    const int parts = job.run == 1 ? 1 : tiles_of(output, job.run);
-    A sum = 0;
-    for (int term = lane; term < job.slices * parts; term += WARP) {
-        const i64 slot = i64(term / parts) * job.parts + term % parts;
-        sum += job.columns[slot * job.outputs + output];
-    }
-    return sum;
+// True if a tap at this offset from an output's first pixel meets `pixel` on one axis.
+__device__ inline bool meets(int pixel, int offset, int stride, int outputs) {
+    const int from_first = pixel - offset;
+    return from_first >= 0 && from_first % stride == 0 && from_first / stride < outputs;
 }
 
-__device__ inline A patches(const FoldJob& job, i64 output, int lane) {
-    const int taps = job.kernel_height * job.kernel_width;
-    const int channel = int(output / taps);
-    const int tap = int(output % taps);
-    const int top = tap / job.kernel_width * job.dilation_y - job.padding_y;
-    const int left = tap % job.kernel_width * job.dilation_x - job.padding_x;
-    const int positions = job.out_height * job.out_width;
+__device__ inline void put(const FoldJob& job, i64 output, A sum) {
+    job.sums[output] = job.add ? job.sums[output] + sum : sum;
+}
+
+// Number of tiles that the columns [segment * run, (segment + 1) * run) touch.
+__device__ inline int tiles_of(i64 segment, i64 run, int tile) {
+    return int(((segment + 1) * run - 1) / tile - segment * run / tile) + 1;
+}
+
+__device__ inline void plain(const FoldJob& job, i64 output) {
+    const int lane = threadIdx.x % LANES;
+    A sum = 0;
+    if (output < job.outputs) {
+        const int parts = job.run == 1 ? 1 : tiles_of(output, job.run, job.tile);
+        const A* column = job.columns + output;
+#pragma unroll IN_FLIGHT
+        for (int term = lane; term < job.slices * parts; term += LANES)
+            sum += column[(i64(term / parts) * job.parts + term % parts) * job.outputs];
+    }
+    for (int offset = LANES / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, offset);
+    if (lane == 0 && output < job.outputs) put(job, output, sum);
+}
+
+// Sum of the pixels of column x in the image rows that kernel row i meets, every job.warps-th of them.
+__device__ inline A column_sum(const FoldJob& job, const A* image, int i, int x, int warp) {
+    const int top = i * job.dilation_y - job.padding_y;
     A sum = 0;
     for (int slice = 0; slice < job.slices; ++slice) {
-        const A* image = job.columns + slice * job.pixels + channel * job.channel_step;
-        for (int first = lane; first < positions; first += UNROLL * WARP) {
-            A pixel[UNROLL];  // independent loads in flight
+        const A* column = image + slice * job.pixels + x * job.column_step;
+        for (int first = warp; first < job.out_height; first += IN_FLIGHT * job.warps) {
+            A pixel[IN_FLIGHT];
 #pragma unroll
-            for (int u = 0; u < UNROLL; ++u) {
-                const int position = first + u * WARP;
-                const int y = position / job.out_width * job.stride_y + top;
-                const int x = position % job.out_width * job.stride_x + left;
-                const bool seen = position < positions && y >= 0 && y < job.height && x >= 0 && x < job.width;
-                pixel[u] = seen ? image[y * job.row_step + x * job.column_step] : A(0);
+            for (int u = 0; u < IN_FLIGHT; ++u) {
+                const int position = first + u * job.warps;
+                const int y = position * job.stride_y + top;
+                const bool seen = position < job.out_height && y >= 0 && y < job.height;
+                pixel[u] = seen ? column[y * job.row_step] : A(0);
             }
 #pragma unroll
-            for (int u = 0; u < UNROLL; ++u) sum += pixel[u];
+            for (int u = 0; u < IN_FLIGHT; ++u) sum += pixel[u];
         }
     }
     return sum;
 }
 
-extern "C" __global__ void fold(const Fold args) {
-    const i64 output = (i64(blockIdx.x) * blockDim.x + threadIdx.x) / WARP;
-    const int lane = threadIdx.x % WARP;
-    if (output >= args.outputs) return;
-
-    i64 low = 0, high = args.count;  // the last job with first <= output
-    while (high - low > 1) {
-        const i64 middle = (low + high) / 2;
-        if (args.jobs[middle].first <= output) low = middle;
-        else high = middle;
+// The taps of the kernel rows, counted over all channels, that this block serves.
+__device__ inline void patches(const FoldJob& job, int number) {
+    __shared__ A partial[WARPS][WARP];
+    const int lane = threadIdx.x % WARP, place = threadIdx.x / WARP, warp = place % job.warps;
+    const i64 kernel_row = i64(number) * (WARPS / job.warps) + place / job.warps;
+    const bool used = kernel_row * job.kernel_width < job.outputs;
+    const A* image = job.columns + kernel_row / job.kernel_height * job.channel_step;
+    for (int from = 0; from < job.kernel_width; from += WARP) {
+        const int to = min(from + WARP, job.kernel_width);
+        A mine = 0;  // of tap from + lane
+        for (int left = 0; used && left < job.width; left += WARP) {
+            const int x = left + lane;
+            const A sum = x < job.width ? column_sum(job, image, int(kernel_row % job.kernel_height), x, warp) : A(0);
+            for (int j = from; j < to; ++j) {
+                const bool met = meets(x, j * job.dilation_x - job.padding_x, job.stride_x, job.out_width);
+                const A tap = warp_sum(met ? sum : A(0));
+                if (lane == j - from) mine += tap;
+            }
+        }
+        if (job.warps > 1) {
+            __syncthreads();  // an earlier pass may still read
+            partial[place][lane] = mine;
+            __syncthreads();
+            if (warp == 0)
+                for (int w = 1; w < job.warps; ++w) mine += partial[place + w][lane];
+        }
+        if (used && warp == 0 && from + lane < to) put(job, kernel_row * job.kernel_width + from + lane, mine);
     }
-    const FoldJob& job = args.jobs[low];
-    const i64 here = output - job.first;
-    const A sum = warp_sum(job.patches ? patches(job, here, lane) : plain(job, here, lane));
-    if (lane == 0) job.sums[here] = job.add ? job.sums[here] + sum : sum;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) fold(const Fold args) {
+    wait_for_previous_launch();
+    allow_next_launch();
+    const Share share = args.shares[blockIdx.x];
+    const FoldJob job = args.jobs[share.item];
+    if (job.warps) patches(job, share.number);
+    else plain(job, (i64(share.number) * THREADS + threadIdx.x) / LANES);
 }

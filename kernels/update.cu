@@ -8,8 +8,9 @@
 // AdaFisher has l2 = weight_decay, decay = 0; AdaFisherW has l2 = 0, decay = lr * weight_decay. F lives in registers.
 //
 // Bytes: reads p, g, m, writes p, m: 20 an element in float32, as momentum SGD (Adam: 28). H and S are short and cached.
-// Each block updates one chunk of one parameter; what lies where is told by a table on the device that changes only
-// when a pointer does. Scalars that change with every step are passed by value.
+// Each block updates one chunk of one parameter; what lies where is told by a table on the device that seldom changes.
+
+// What changes with every step (scalars, addresses of gradients) is passed by value as long as it fits.
 
 #include "common.cuh"
 
@@ -19,7 +20,6 @@
 
 struct Parameter {
     T* p;         // (size), in/out
-    const T* g;   // (size), in; 0: no gradient, leave this parameter alone
     A* m;         // (size), in/out
     const A* H;   // (columns), in; 0: no factors
     const A* S;   // (size / columns), in
@@ -28,7 +28,7 @@ struct Parameter {
     int channels; // > 0: memory holds (row, tap, channel) while H is ordered (channel, tap): channels_last weights
     int taps;     //
     int hyper;    // index of this parameter's scalars
-    int vector;   // 1: p, g and m allow accesses of four elements
+    int vector;   // 1: p and m allow accesses of four elements
 };
 
 struct Hyper {
@@ -36,19 +36,36 @@ struct Hyper {
     int unused;
 };
 
-constexpr int HYPERS = 120;  // fits the 4 KiB of arguments that every device takes
-
-struct Chunk {
-    int parameter;
-    int number;  // the chunk's place within its parameter
-};
+constexpr int WORDS = 504;  // fits the 4 KiB of arguments that every device takes
 
 struct Update {
     const Parameter* parameters;
-    const Chunk* chunks;      // one for each block
-    Hyper hypers[HYPERS];
+    const Share* shares;        // one for each block
+    const Hyper* hypers;        // 0: they are the first of `words`
+    const T* const* gradients;  // one for each parameter, 0: none, leave it alone; 0: they are the last of `words`
+    u64 words[WORDS];
 };
 
+// Scalars of a group of parameters, for counters that live on the device.
+struct Rate {
+    double lr, beta, Lambda, l2, decay, grad_scale;  // decay: of AdaFisherW, in units of lr
+    const float* lr_at;                              // 0, or where lr lies
+};
+
+constexpr int FLAGS = 480;  // fits the arguments as well
+
+struct Schedule {
+    const Rate* rates;
+    const int* groups;  // (count): each parameter's rate
+    i64* steps;         // (count), in/out
+    Hyper* hypers;      // (count), out
+    i64 first;          // parameters of this launch
+    i64 count;
+    u64 present[FLAGS]; // a bit for each: it has a gradient
+};
+
+static_assert(sizeof(Rate) == SIZEOF_Rate, "kernels and cafin_cupy/table.py disagree on Rate");
+static_assert(sizeof(Schedule) == SIZEOF_Schedule, "kernels and cafin_cupy/table.py disagree on Schedule");
 static_assert(sizeof(Parameter) == SIZEOF_Parameter, "kernels and cafin_cupy/table.py disagree on Parameter");
 static_assert(sizeof(Update) == SIZEOF_Update, "kernels and cafin_cupy/table.py disagree on Update");
 
@@ -79,28 +96,47 @@ struct Place {
     }
 };
 
+__device__ inline const T* gradient(const Update& args, int parameter) {
+    return args.gradients ? args.gradients[parameter] : reinterpret_cast<const T*>(args.words[WORDS - 1 - parameter]);
+}
+
+__device__ inline Hyper hyper(const Update& args, int index) {
+    if (args.hypers) return args.hypers[index];
+    constexpr int LENGTH = sizeof(Hyper) / sizeof(u64);
+    union {
+        u64 words[LENGTH];
+        Hyper h;
+    } read;
+    for (int k = 0; k < LENGTH; ++k) read.words[k] = args.words[index * LENGTH + k];
+    return read.h;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) update(const Update args) {
-    const Chunk chunk = args.chunks[blockIdx.x];
-    const Parameter t = args.parameters[chunk.parameter];
-    if (t.g == nullptr) return;
-    const Hyper h = args.hypers[t.hyper];
-    const i64 start = i64(chunk.number) * CHUNK;
+    wait_for_previous_launch();
+    allow_next_launch();
+    const Share share = args.shares[blockIdx.x];
+    const T* whole = gradient(args, share.item);
+    if (whole == nullptr) return;
+    const Parameter t = args.parameters[share.item];
+    const Hyper h = hyper(args, t.hyper);
+    const bool aligned = t.vector && reinterpret_cast<u64>(whole) % alignof(Pack<T>) == 0;
+    const i64 start = i64(share.number) * CHUNK;
     const int count = int(min(i64(CHUNK), t.size - start));
     const i64 first_row = t.H ? start / t.columns : 0;
     const i64 first_column = t.H ? start - first_row * t.columns : 0;
     T* p = t.p + start;
-    const T* g = t.g + start;
+    const T* g = whole + start;
     A* m = t.m + start;
 
     for (int k = 4 * threadIdx.x; k < count; k += 4 * THREADS) {
-        const bool vector = t.vector && k + 4 <= count;
+        const bool vector = aligned && k + 4 <= count;
         const int n = min(4, count - k);
-        Four<T> pk, gk;
-        Four<A> mk;
+        Pack<T> pk, gk;
+        Pack<A> mk;
         if (vector) {
-            pk = *reinterpret_cast<const Four<T>*>(p + k);
-            gk = *reinterpret_cast<const Four<T>*>(g + k);
-            mk = *reinterpret_cast<const Four<A>*>(m + k);
+            pk = *reinterpret_cast<const Pack<T>*>(p + k);
+            gk = *reinterpret_cast<const Pack<T>*>(g + k);
+            mk = *reinterpret_cast<const Pack<A>*>(m + k);
         } else {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
@@ -122,8 +158,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) update(const Update args) 
             }
         }
         if (vector) {
-            *reinterpret_cast<Four<T>*>(p + k) = pk;
-            *reinterpret_cast<Four<A>*>(m + k) = mk;
+            *reinterpret_cast<Pack<T>*>(p + k) = pk;
+            *reinterpret_cast<Pack<A>*>(m + k) = mk;
         } else {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
@@ -131,4 +167,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) update(const Update args) 
             }
         }
     }
+}
+
+// Ahead of an update in a CUDA graph: counts the step of each parameter that has a gradient, and sets its scalars.
+extern "C" __global__ void __launch_bounds__(THREADS) schedule(const Schedule args) {
+    wait_for_previous_launch();
+    allow_next_launch();
+    const int place = blockIdx.x * THREADS + threadIdx.x;
+    const i64 k = args.first + place;
+    if (place >= 64 * FLAGS || k >= args.count || !(args.present[place / 64] >> (place % 64) & 1)) return;
+    const Rate r = args.rates[args.groups[k]];
+    const double lr = r.lr_at ? double(*r.lr_at) : r.lr;
+    const i64 step = ++args.steps[k];
+    args.hypers[k] = {A(lr / (1.0 - pow(r.beta, double(step)))), A(lr * r.decay),  A(r.l2), A(r.beta), A(1.0 - r.beta),
+                      A(r.Lambda), A(1.0 / r.grad_scale), 0};
 }

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
-from helpers import LAYOUTS, RAW, Case, Device, bounds, cases, close, convolutions, lay, numpy_of, seeds
+from helpers import CUDA, LAYOUTS, RAW, Case, Device, bounds, cases, close, convolutions, lay, numpy_of, seeds
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cafin_cupy import AdaFisher, Conv2d, LayerNorm, Linear, reference
+from cafin_cupy import AdaFisher, Conv2d, LayerNorm, Linear, cuda_factors, reference
 from cafin_cupy.arrays import view
-from cafin_cupy.cuda_factors import ENOUGH_BLOCKS, LEAST_ROWS, WARPS, Matrix, matrix, split
+from cafin_cupy.cuda_factors import ENOUGH_BLOCKS, LEAST_ROWS, CudaFactors, Matrix, matrix, split
 
 
 def read(array: np.ndarray, how: Matrix) -> np.ndarray:
@@ -79,7 +80,7 @@ def test_rows_of_a_sequence_are_read_without_a_copy() -> None:
 @given(st.integers(1, 10**7), st.integers(1, 10**5))
 def test_split(rows: int, tiles: int) -> None:
     slices, height = split(rows, tiles)
-    assert slices >= 1 and height % WARPS == 0
+    assert slices >= 1 and height % 8 == 0
     assert (slices - 1) * height < rows <= slices * height  # every slice has rows, and every row a slice
     assert slices == 1 or height >= LEAST_ROWS
     assert slices <= max(1, -(-ENOUGH_BLOCKS // tiles))
@@ -143,6 +144,72 @@ def test_discard_forgets_the_calls(device: Device) -> None:
     want = reference.raw_moments(case.layer(), reference.raw_sums(case.layer(), *case.data(2)))
     for got, exact in zip(opt.factors()["0"], want):
         close(got, exact, device.tolerance)
+
+
+@pytest.mark.gpu
+@given(cases, seeds, st.sampled_from(LAYOUTS), st.sampled_from(["both", "h", "s"]))
+@example(Case(Linear, (300, 513), True, (40, 513), (40, 300)), 0, "contiguous", "both")  # tiles with and without a tail
+def test_sixteen_bit_arrays_are_read_as_they_are(case: Case, seed: int, layout: str, which: str) -> None:
+    """Sums of float16 arrays are those of the numbers they hold, added in float32."""
+    import cupy
+
+    arrays, exact = [], []
+    for name, x in zip("hs", case.data(seed)):
+        dtype = np.float16 if which in ("both", name) else np.float32
+        exact.append(x.astype(dtype).astype(float))
+        arrays.append(lay(cupy, cupy.asarray(x.astype(dtype)), layout))
+    layer = case.layer(lambda shape: cupy.zeros(shape, cupy.float32))
+    opt = AdaFisher([layer.weight], [layer], averaging=RAW, TCov=1)
+    opt.accumulate(layer, *arrays)
+    opt.step([cupy.zeros(layer.weight.shape, cupy.float32)])
+    want = reference.raw_moments(case.layer(), reference.raw_sums(case.layer(), *exact))
+    for got, moment, bound in zip(next(iter(opt.factors().values())), want, bounds(case, *exact)):
+        close(got, moment, CUDA.tolerance, bound)
+
+
+LARGE = [  # several warps for a kernel row; more taps in a row than lanes; many slices; several of each
+    Case(Conv2d, (2, 2, 3, 3), True, (2, 2, 70, 75), (2, 2, 35, 38), {"padding": 1, "stride": 2}),
+    Case(Conv2d, (1, 1, 2, 40), False, (3, 1, 5, 90), (3, 1, 4, 26), {"stride": (1, 2)}),
+    Case(Conv2d, (1, 1, 3, 34), False, (300, 1, 40, 40), (300, 1, 38, 7), {}),
+    Case(Conv2d, (3, 3, 16, 16), True, (2, 3, 48, 64), (2, 3, 3, 4), {"stride": 16}),
+    Case(Linear, (4, 3), True, (5000, 3), (5000, 4)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE, ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_large_images_and_kernels(case: Case, layout: str) -> None:
+    h, s = case.data(3)
+    layer = case.layer(lambda shape: CUDA.zeros(*shape))
+    opt = AdaFisher([layer.weight], [layer], averaging=RAW, TCov=1)
+    opt.accumulate(layer, *(CUDA.array(x, layout) for x in (h, s)))
+    opt.step([CUDA.zeros(*layer.weight.shape)])
+    want = reference.raw_moments(case.layer(), reference.raw_sums(case.layer(), h, s))
+    for got, moment, bound in zip(next(iter(opt.factors().values())), want, bounds(case, h, s)):
+        close(got, moment, CUDA.tolerance, bound)
+
+
+@pytest.mark.gpu
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), min_size=1, max_size=40),
+    st.sampled_from([0, 3000, 10**9]),
+)
+def test_calls_that_wait_for_one_another_change_no_bit(calls: list[tuple[int, int]], batch_bytes: int) -> None:
+    """A layer's sums do not depend on which others share its launch, nor on when it comes."""
+    results = []
+    for deferred in (False, True):
+        layers = [case.layer(lambda shape: CUDA.zeros(*shape)) for case in CALLS]
+        factors = CudaFactors(layers, RAW, 0)
+        with mock.patch.object(cuda_factors, "BATCH_BYTES", batch_bytes):
+            for place, (index, batch) in enumerate(calls):
+                case = CALLS[index]
+                pair = case._replace(h=(batch, *case.h[1:]), s=(batch, *case.s[1:])).data(place)
+                (factors.defer if deferred else factors.accumulate)(index, *map(CUDA.array, pair))
+            factors.update()
+        results.append([numpy_of(F) for F in (*factors.H, *factors.S)])
+    for immediate, waited in zip(*results):
+        np.testing.assert_array_equal(immediate, waited)
 
 
 @pytest.mark.gpu

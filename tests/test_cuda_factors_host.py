@@ -65,8 +65,8 @@ def test_memory_that_runs_out_leaves_no_half_described_layer(
         with pytest.raises(MemoryError):
             factors.accumulate(0, *large)
     factors.accumulate(0, *small)
-    seen = Recorder.launches["column_sums"]
-    assert [operands["operand"]["rows"].tolist() for operands in seen] == [[4, 4], [4, 4]]
+    seen = [v["operand"][:2] for v in Recorder.launches["column_sums"]]
+    assert [operands["rows"].tolist() for operands in seen] == [[4, 4], [4, 4]]
     assert factors._sums[0].count == 8  # the failed call has added nothing
 
 

@@ -54,20 +54,25 @@ def test_arguments_fit_every_device() -> None:
     """4 KiB of arguments a launch, and each struct a whole number of 8-byte words, as arrays of it are read."""
     for struct in (table.ColumnSums, table.Fold, table.Average, table.Update):
         assert struct.itemsize <= 4096
-    for struct in (table.FoldJob, table.AverageJob, table.Parameter, table.Chunk):
+    for struct in (table.FoldJob, table.AverageJob, table.Parameter, table.Share):
         assert struct.itemsize % 8 == 0
 
 
-def test_constants_agree() -> None:
+def test_constants_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     def constants(stem: str) -> dict[str, int]:
         return {name: int(n) for name, n in re.findall(r"^constexpr int (\w+) = (\d+);", runtime.source(stem), re.M)}
 
-    assert constants("column_sums")["TILE"] == table.TILE
-    assert constants("column_sums")["WARPS"] == cuda_factors.WARPS
-    assert constants("update")["HYPERS"] == table.HYPERS
+    assert constants("column_sums")["THREADS"] == cuda_factors.COLUMN_SUMS_BLOCK
+    assert constants("fold")["THREADS"] == cuda_factors.FOLD_BLOCK
+    assert constants("fold")["LANES"] == cuda_factors.FOLD_LANES
+    assert constants("update")["WORDS"] == table.WORDS
     assert constants("average")["THREADS"] == cuda_factors.AVERAGE_BLOCK
     assert constants("update")["THREADS"] == update.BLOCK
     assert f"-DCHUNK={table.CHUNK}" in runtime.options()
+    tile = 'static_assert(TILE<T> == {0} && TILE<Half> == 2 * {0} && TILE<Bfloat16> == 2 * {0}, "TILE");'
+    text = runtime.source("column_sums") + tile.format(table.TILE)
+    monkeypatch.setattr(runtime, "source", lambda stem: text)
+    assert runtime.compile_cubin("column_sums", "sm_90")
 
 
 def test_packed_scalars_are_a_hyper() -> None:
@@ -80,15 +85,15 @@ def test_rows_reach_the_device() -> None:
     import cupy
 
     like = cupy.zeros(1)
-    rows = table.DeviceTable(table.Chunk, 5, like, 0)
-    rows.rows["parameter"], rows.rows["number"] = np.arange(5), 7
+    rows = table.DeviceTable(table.Share, 5, like, 0)
+    rows.rows["item"], rows.rows["number"] = np.arange(5), 7
     stream = cupy.cuda.Stream(non_blocking=True)
     rows.upload(stream.ptr)
     stream.synchronize()
-    back = np.zeros(5, table.Chunk)
+    back = np.zeros(5, table.Share)
     cupy.cuda.runtime.memcpy(back.ctypes.data, rows.ptr, back.nbytes, cupy.cuda.runtime.memcpyDeviceToHost)
     np.testing.assert_array_equal(back, rows.rows)
-    table.DeviceTable(table.Chunk, 0, like, 0).upload(0)  # nothing to do
+    table.DeviceTable(table.Share, 0, like, 0).upload(0)  # nothing to do
 
 
 @pytest.mark.gpu
@@ -98,13 +103,13 @@ def test_uploads_behind_a_busy_stream_keep_their_own_content() -> None:
     import torch
 
     stream = torch.cuda.Stream()
-    rows = table.DeviceTable(table.Chunk, 3, torch.zeros(1, device="cuda"), 0)
+    rows = table.DeviceTable(table.Share, 3, torch.zeros(1, device="cuda"), 0)
     seen = torch.zeros(8, 3, 2, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)  # about 0.1 s
     for k in range(8):
-        rows.rows["parameter"], rows.rows["number"] = k, -k
+        rows.rows["item"], rows.rows["number"] = k, -k
         rows.upload(stream.cuda_stream)
         runtime_ = cupy.cuda.runtime
         runtime_.memcpyAsync(seen[k].data_ptr(), rows.ptr, 24, runtime_.memcpyDeviceToDevice, stream.cuda_stream)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cafin_cupy import BackendError, CafinTypeError, CafinValueError, fused_step
 from cafin_cupy.arrays import View
-from cafin_cupy.table import HYPERS
+from cafin_cupy.table import HYPER, WORDS
 from cafin_cupy.update import layout
 
 SHAPES = [(), (0,), (1,), (31,), (1023,), (3, 0), (64, 27), (13, 3, 3, 2), (4097,), (2, 4096, 3)]
@@ -97,9 +97,12 @@ def test_weights_in_channels_last(framework: str, columns: int) -> None:
         check_update(p, m, x, **LR)
 
 
-@pytest.mark.parametrize("count", [3, HYPERS, HYPERS + 1, 2 * HYPERS + 7])
+FIT = 8 * WORDS // (8 + HYPER.size)  # so many parameters, each with scalars of its own, fit the arguments
+
+
+@pytest.mark.parametrize("count", [3, FIT, FIT + 1, WORDS, WORDS + 1])
 def test_each_parameter_at_its_own_step(device: Device, count: int) -> None:
-    """More different steps than one launch has room for scalars."""
+    """Scalars and addresses in the arguments; scalars in a table; both in tables."""
     xs = [problem((5,), k) for k in range(count)]
     p, g, m = ([make(device.framework, x[name]) for x in xs] for name in "pgm")
     steps = [1 + (7 * k) % count for k in range(count)]

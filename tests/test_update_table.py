@@ -20,19 +20,26 @@ class Table:
     def __init__(self, dtype: Any, length: int, like: Any, device: int) -> None:
         self.rows, self.ptr, self.sent = np.zeros(length, dtype), 1, []
 
-    def upload(self, stream: int) -> None:
+    def upload(self, stream: int) -> bool:
         if Table.fail:
             raise MemoryError("no pinned memory")
         self.sent.append(self.rows.copy())
+        return True
 
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> CudaUpdate:
+    return made(monkeypatch, [Layout(6, 3, 0, 0), Layout(8, 0, 0, 0)])
+
+
+def made(monkeypatch: pytest.MonkeyPatch, layouts: list[Layout]) -> CudaUpdate:
+    """A launch of parameters that all have factors but the second."""
     monkeypatch.setattr(table, "DeviceTable", Table)
     monkeypatch.setattr(update, "prepare", lambda device: None)
     monkeypatch.setattr(update, "Launch", lambda *_: lambda *_: None)
     monkeypatch.setattr(Table, "fail", False)
-    return CudaUpdate([Layout(6, 3, 0, 0), Layout(8, 0, 0, 0)], [(16, 32), (0, 0)], None, 0)
+    factors = [(0, 0) if k == 1 else (16, 32) for k in range(len(layouts))]
+    return CudaUpdate(layouts, factors, None, 0)
 
 
 SETS = [scalars(Hyper(0.1, 0.9, 1e-3, 0.0, False), 1)]
@@ -47,15 +54,45 @@ def test_only_what_moved_is_uploaded(launch: CudaUpdate) -> None:
     for _ in range(3):
         call(launch, list(p), list(g), list(m))
     assert len(launch._table.sent) == 1
-    call(launch, p, [192, 512], m)
-    call(launch, p, [192, 0], m)
-    assert [tuple(rows["g"]) for rows in launch._table.sent] == [(192, 256), (192, 512), (192, 0)]
+    call(launch, [64, 512], g, m)
+    assert [tuple(rows["p"]) for rows in launch._table.sent] == [(64, 128), (64, 512)]
 
 
-def test_four_elements_at_once_only_where_all_three_allow_it(launch: CudaUpdate) -> None:
-    for p, g, m in (([64, 128], [192, 260], [320, 384]), ([64, 132], [192, 256], [324, 384])):
-        call(launch, p, g, m)
-        want = [(a | b | c) % 16 == 0 for a, b, c in zip(p, g, m)]
+def test_gradients_are_arguments(launch: CudaUpdate) -> None:
+    for g in ([192, 256], [192, 512], [192, 0]):
+        call(launch, [64, 128], g, [320, 384])
+        values = launch._arguments.values
+        assert values["words"][::-1][:2].tolist() == g and values["gradients"] == 0
+    assert len(launch._table.sent) == 1 and launch._gradients.sent == []
+
+
+def test_more_gradients_than_arguments_hold_are_uploaded_when_they_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = table.WORDS + 1
+    launch = made(monkeypatch, [Layout(6, 3, 0, 0)] * count)
+    p, m = list(range(16, 16 * count + 1, 16)), list(range(16 * count, 32 * count, 16))
+    for g in (p, list(p), m):
+        launch(p, g, m, SETS, [0] * count, 0)
+        assert launch._gradients.sent[-1].tolist() == g
+        assert launch._arguments.values["gradients"] != 0 and launch._arguments.values["hypers"] == 0
+    assert len(launch._gradients.sent) == 2
+
+
+def test_more_scalars_than_arguments_hold_are_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = table.WORDS // 4
+    launch = made(monkeypatch, [Layout(6, 3, 0, 0)] * count)
+    sets = [scalars(Hyper(0.1, 0.9, 1e-3, 0.0, False), t + 1) for t in range(count)]
+    p = list(range(16, 16 * count + 1, 16))
+    launch(p, p, p, sets, list(range(count)), 0)
+    want = np.array(sets, dtype=np.float32)
+    np.testing.assert_array_equal(launch._hypers.sent[-1]["step_size"], want[:, 0])
+    assert launch._arguments.values["hypers"] != 0 and launch._arguments.values["gradients"] == 0
+
+
+def test_four_elements_at_once_only_where_both_allow_it(launch: CudaUpdate) -> None:
+    """The kernel looks at the gradient's address itself."""
+    for p, m in (([64, 128], [320, 388]), ([64, 132], [324, 384])):
+        call(launch, p, [192, 256], m)
+        want = [(a | b) % 16 == 0 for a, b in zip(p, m)]
         assert launch._table.sent[-1]["vector"].astype(bool).tolist() == want
 
 
@@ -68,4 +105,4 @@ def test_after_a_failed_upload_everything_is_written_again(launch: CudaUpdate, m
             call(launch, *second)
     call(launch, first[0], [2048, 2112], first[2])
     rows = launch._table.sent[-1]
-    assert [rows[k].tolist() for k in "pgm"] == [first[0], [2048, 2112], first[2]]
+    assert [rows[k].tolist() for k in "pm"] == [first[0], first[2]]
