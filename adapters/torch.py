@@ -22,6 +22,12 @@ from cafin_cupy.optimizer import make_factors, owners
 from cafin_cupy.rule import DEFAULT_GAMMA, Averaging, Hyper, whole
 from cafin_cupy.update import place
 
+try:
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+except ImportError:  # internal to torch, so they may go: then every step looks for hooks, as torch does
+    _global_optimizer_pre_hooks = _global_optimizer_post_hooks = {0: None}  # type: ignore[assignment,dict-item]
+
+from .torch_capture import CapturedIteration
 from .torch_layers import Tap, describe
 from .torch_plan import Plan
 from .torch_state import check_factors, check_state
@@ -29,6 +35,13 @@ from .torch_warnings import warn_unseen, warn_without_factors
 
 __all__ = ["AdaFisher", "AdaFisherW"]
 
+_profiling = getattr(torch.autograd, "_profiler_enabled", lambda: True)
+_backward_number = getattr(torch._C, "_current_graph_task_id", None)
+_READ_BY_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
+_RUN_FIRST = (
+    "step: what a CUDA graph captures must have run before, with the same parameters and state; run a few iterations "
+    "first, or use optimizer.capture(iteration)"
+)
 _SCALARS = ("lr", "beta", "Lambda", "weight_decay")
 
 
@@ -49,6 +62,8 @@ class AdaFisher(torch.optim.Optimizer):
         dist: accepted for compatibility; factors are not yet reduced over ranks, so several ranks are refused.
         averaging: "parity" (the public implementation's rule), "paper", or an `Averaging`.
         backend: "cuda", "reference", or None to choose by the parameters' device.
+        capturable: `step` may be captured in a CUDA graph (see `capture`): counters and scalars then live on the
+            device, where a small launch ahead of the update's counts, and `lr` may be a float32 tensor there.
         grad_scaler: the `GradScaler` in use, needed only if the script calls its `unscale_` before `step`: the factors
             must know the scale.
 
@@ -72,6 +87,7 @@ class AdaFisher(torch.optim.Optimizer):
         *,
         averaging: str | Averaging = "parity",
         backend: str | None = None,
+        capturable: bool = False,
         grad_scaler: Any = None,
     ) -> None:
         where = type(self).__name__
@@ -94,6 +110,7 @@ class AdaFisher(torch.optim.Optimizer):
         self.averaging = Averaging.named(averaging, gamma)
         self.model = model
         self.steps = 0
+        self.capturable = bool(capturable)
         self.grad_scaler = grad_scaler
         self._requested = backend
         self._reset()
@@ -114,7 +131,9 @@ class AdaFisher(torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._taps: list[Any] = []
         weakref.finalize(self, _detach, self._taps)
+        self._captured: list[Plan] = []  # what CUDA graphs read
         self._warned = False
+        self._flushed_after = -1  # number of the backward pass at whose end the factors' arrays are read
         self._seen: set[int] = set()  # layers that have ever been seen
         self._hypers: dict[Any, Hyper] = {}  # scalars that have been checked
 
@@ -204,9 +223,25 @@ class AdaFisher(torch.optim.Optimizer):
             return
         self._seen.add(index)
         factors = self._factors
-        if factors.kernels and (h.dtype is not torch.float32 or s.dtype is not torch.float32):
-            h, s = h.float(), s.float()
-        factors.accumulate(index, h, s, layer)
+        if factors.kernels:
+            h, s = (x if x.dtype in _READ_BY_KERNELS else x.float() for x in (h, s))
+        if self._defers():
+            factors.defer(index, h, s, layer)
+        else:
+            factors.accumulate(index, h, s, layer)
+
+    def _defers(self) -> bool:
+        """Arrange that what waits is read before `backward` returns, and a script may overwrite its input; False where
+        that is not possible. Autograd changes no gradient in place that someone holds."""
+        if _backward_number is None:
+            return False
+        number = _backward_number()
+        if number != self._flushed_after:
+            if number < 0:  # called outside of a backward pass
+                return False
+            torch.autograd.Variable._execution_engine.queue_callback(self._factors.flush)
+            self._flushed_after = number
+        return True
 
     def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
         """{module name: (H, S)}: the moving averages themselves, on the model's device, not copies."""
@@ -236,31 +271,91 @@ class AdaFisher(torch.optim.Optimizer):
         Raises:
             CafinError: a gradient or scalar is refused; nothing has been changed then.
         """
+        if closure is None and not (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+            or _profiling()
+        ):
+            return self._step()
+        return self._watched_step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch must not wrap it: hooks and profiler are served above
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise BackendError(
-                "step: a CUDA graph must not capture it, since a replay would repeat the same step number and lr; "
-                "capture forward and backward, and call step() outside"
-            )
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if capturing:
+            self._check_capture()
         verdict = self._unscaling()
         if verdict is None:
             self._factors.discard()
             return loss
         grad_scale, loss_scale = verdict
-        if self._plan is None or not self._plan.valid(self):
-            self._plan = Plan(self)
-        hypers = [self._hyper("step", group) for group in self.param_groups]
-        grads = self._plan.gradients()
+        plan = self._plan
+        grads = plan.gradients() if plan is not None and plan.valid(self) else None
+        if plan is None or grads is None:
+            if capturing:
+                raise BackendError(_RUN_FIRST)
+            self._plan = plan = Plan(self)
+            grads = plan.gradients()
+            assert grads is not None
+        if capturing:
+            self._captured.append(plan)  # a replay reads its tables
+        hypers = self._checked_hypers()
         if self.samples:
             self._refresh(loss_scale)
-        self._plan.update(hypers, grads, grad_scale)
+        plan.update(hypers, grads, grad_scale)
+        self._count_step()
+        return loss
+
+    def _checked_hypers(self) -> list[Hyper]:
+        return [self._hyper("step", group) for group in self.param_groups]
+
+    def _count_step(self) -> None:
         self.steps += 1
         if self._taps or self.samples:
             self._attach()
-        return loss
+
+    def _check_capture(self) -> None:
+        rule = None
+        if not self.capturable:
+            rule = "be captured by a CUDA graph only with capturable=True, since a replay would repeat one step number"
+        elif self.backend != "cuda":
+            rule = "run on the CUDA backend to be captured by a CUDA graph"
+        elif getattr(self, "found_inf", None) is not None:
+            rule = "be captured without a GradScaler, whose verdict is read on the host"
+        if rule is not None:
+            mend = f"use {type(self).__name__}(model, ..., capturable=True), or capture forward and backward alone"
+            raise BackendError(f"step: it must {rule}; {mend}")
+        self._factors.captured = True
+
+    def capture(self, iteration: Callable[[], Any]) -> CapturedIteration:
+        """A function that trains as `iteration` does, replayed from CUDA graphs; needs `capturable=True`.
+
+        Args:
+            iteration: one whole iteration without arguments: `zero_grad`, forward, backward, `step`. It reads its data
+                from tensors that the script fills in place, and does nothing on the host that must happen each time.
+
+        Returns:
+            A function to call once per iteration. The first calls run `iteration` as it is; then it is captured, once
+            as a sampled step and once as an unsampled one. It returns what `iteration` returned, the same tensors with
+            new content each time.
+
+        Raises:
+            BackendError: the optimizer is not capturable, or runs without the kernels.
+        """
+        if not self.capturable or self.backend != "cuda":
+            rule = "the optimizer must be capturable and run on the CUDA backend"
+            got = f"capturable={self.capturable}, backend {self.backend!r}"
+            raise BackendError(f"capture: {rule}, got {got}; use {type(self).__name__}(model, ..., capturable=True)")
+        return CapturedIteration(self, iteration)
+
+    _watched_step = torch.optim.Optimizer.profile_hook_step(_step)  # calls hooks, and tells the profiler
 
     def _refresh(self, loss_scale: float) -> None:
         _refuse_ranks("step")
@@ -292,18 +387,27 @@ class AdaFisher(torch.optim.Optimizer):
         return 1.0, 1.0
 
     def _hyper(self, where: str, group: Mapping[str, Any]) -> Hyper:
+        key = lr, beta, Lambda, weight_decay = (group["lr"], group["beta"], group["Lambda"], group["weight_decay"])
+        try:
+            known = self._hypers.get(key)
+        except TypeError:  # no number, and refused below
+            known = None
+        if known is not None:
+            return known
         for name in _SCALARS:
             if isinstance(group[name], Tensor) and group[name].is_cuda:
+                if name == "lr" and self.capturable:
+                    if lr.dtype is not torch.float32 or lr.numel() != 1:
+                        rule, got = "be float32 with one element, if on a GPU", f"{lr.dtype} of shape {tuple(lr.shape)}"
+                        refuse(where, name, rule, got)
+                    lr = 0.0  # read on the device
+                    continue
                 refuse(where, name, "be a number or a CPU tensor", f"a tensor on {group[name].device}", "pass .item()")
-        key = lr, beta, Lambda, weight_decay = (group["lr"], group["beta"], group["Lambda"], group["weight_decay"])
-        plain = all(type(value) in (float, int) for value in key)
-        hyper = self._hypers.get(key) if plain else None
-        if hyper is None:
-            hyper = Hyper.checked(where, lr, beta, Lambda, weight_decay, self._decoupled)
-            if plain:
-                if len(self._hypers) > 1000:  # a schedule makes new ones with every step
-                    self._hypers.clear()
-                self._hypers[key] = hyper
+        hyper = Hyper.checked(where, lr, beta, Lambda, weight_decay, self._decoupled)
+        if all(type(value) in (float, int) for value in key):
+            if len(self._hypers) > 1000:  # a schedule makes new ones with every step
+                self._hypers.clear()
+            self._hypers[key] = hyper
         return hyper
 
     # Checkpoints
@@ -312,6 +416,8 @@ class AdaFisher(torch.optim.Optimizer):
         """The keys of the public implementation: `state`, `param_groups`, `steps`, `H_D`, `S_D` (in module order)."""
         factors = self._factors
         state = super().state_dict()
+        if self.capturable:  # as numbers, which every AdaFisher reads
+            state["state"] = {key: {**entry, "step": int(entry["step"])} for key, entry in state["state"].items()}
         state["H_D"] = [factors.H[index] for _, _, index, _ in self._modules]
         state["S_D"] = [factors.S[index] for _, _, index, _ in self._modules]
         state["steps"] = self.steps
@@ -356,7 +462,7 @@ class AdaFisher(torch.optim.Optimizer):
                 f"{type(self).__name__}: a copy must be made between steps, got one between backward and step; "
                 "call step() or zero_grad() first"
             )
-        kept = ("model", "_TCov", "averaging", "steps", "grad_scaler", "_requested")
+        kept = ("model", "_TCov", "averaging", "steps", "capturable", "grad_scaler", "_requested")
         factors = self._factors
         mine = {name: self.__dict__[name] for name in kept}
         return {**super().__getstate__(), "_copied": (mine, list(factors.H), list(factors.S))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import repeat
 from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +11,26 @@ from torch import Tensor
 from cafin_cupy.arrays import current_stream, refuse_overlap, torch_view, view
 from cafin_cupy.errors import refuse
 from cafin_cupy.rule import Hyper
-from cafin_cupy.update import CudaUpdate, gather, layout, matching, place, reference_update, scalars, writable
+from cafin_cupy.update import (
+    CudaSchedule,
+    CudaUpdate,
+    gather,
+    layout,
+    matching,
+    place,
+    rate,
+    reference_update,
+    scalars,
+    writable,
+)
+
+from .torch_unchanged import Unchanged, traits
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
 
-_ADDRESS, _CONTIGUOUS = Tensor.data_ptr, Tensor.is_contiguous
-_GRADIENT, _DTYPE, _SHAPE, _STEP = attrgetter("grad"), attrgetter("dtype"), attrgetter("shape"), itemgetter("step")
+_ADDRESS, _CONTIGUOUS, _GRADIENT = Tensor.data_ptr, Tensor.is_contiguous, attrgetter("grad")
+_STEP, _AVERAGE = itemgetter("step"), itemgetter("exp_avg")
 
 
 class Plan:
@@ -28,9 +40,11 @@ class Plan:
     """
 
     def __init__(self, optimizer: AdaFisher) -> None:
-        groups = optimizer.param_groups
+        self.groups = groups = optimizer.param_groups
         every = [(number, p) for number, group in enumerate(groups) for p in group["params"]]
         active = [(number, p) for number, p in every if p.grad is not None or p in optimizer.state]
+        order = {id(p): place for place, p in enumerate(optimizer.state)}  # new ones come behind
+        active.sort(key=lambda pair: order.get(id(pair[1]), len(order)))
         self.idle = [p for _, p in every if p.grad is None and p not in optimizer.state]
         self.group: list[int] = [number for number, _ in active]
         self.params: list[Tensor] = [p for _, p in active]
@@ -65,16 +79,33 @@ class Plan:
         for p in self.params:
             self._check(p, p.grad)
         self.kept = optimizer.state
-        self.states = [self._state(optimizer, p) for p in self.params]
-        self.entries = list(self.kept.values())
-        self.averages: list[Tensor] = [state["exp_avg"] for state in self.states]
+        states = [self._state(optimizer, p) for p in self.params]
+        self.in_order = len(self.kept) == len(states)  # no state of a parameter that has left its group
+        self.averages: list[Tensor] = list(map(_AVERAGE, states))
         self.p, self.m = list(map(_ADDRESS, self.params)), list(map(_ADDRESS, self.averages))
-        self.shapes, self.strides = [p.shape for p in self.params], [p.stride() for p in self.params]
-        self.dtypes = {p.dtype for p in self.params}
-        self.alike = len(self.dtypes) == 1 and all(p.is_contiguous() for p in self.params)
+        self.traits = traits(self.params)
+        self.contiguous = all(map(_CONTIGUOUS, self.params))
+        self.unchanged = Unchanged(self.params)
+        self.fitting: Unchanged | None = None  # knows gradients that can be used as they are
         self.zeros = [0] * len(self.params)
-        self.uniform = self._uniform()
+        self.one_group = bool(self.params) and not any(self.group)
+        self.schedule: CudaSchedule | None = None
+        if optimizer.capturable and self.launch is not None:
+            self._count_on_device(states)
+        else:
+            for state in states:
+                state["step"] = int(state["step"])
         self.complete = True  # every parameter had a gradient in the last step
+
+    def _count_on_device(self, states: list[Any]) -> None:
+        """Let each `step` be an element of one vector on the device."""
+        counts = [int(state["step"]) for state in states]
+        steps = torch.tensor(counts, dtype=torch.int64, device=self.params[0].device)
+        for state, step in zip(states, steps.unbind()):
+            state["step"] = step
+        self.steps = steps
+        self.schedule = CudaSchedule(self.group, steps.data_ptr(), self.params[0], int(self.device))
+        self.numbers = list(range(len(self.params)))
 
     def _name(self, p: Tensor) -> str:
         return self.names.get(id(p), "params")
@@ -93,39 +124,56 @@ class Plan:
             state["exp_avg"] = torch.empty_like(p, dtype=average.dtype).copy_(average)
         return state
 
+    def states(self) -> list[Any]:
+        """The state of each parameter."""
+        return list(self.kept.values()) if self.in_order else [self.kept[p] for p in self.params]
+
     def valid(self, optimizer: AdaFisher) -> bool:
-        """False if a parameter or the optimizer's state has been replaced since."""
+        """False if a parameter or its state has been replaced since, or another parameter has a gradient."""
+        if self.kept is not optimizer.state or (self.in_order and len(self.kept) != len(self.params)):
+            return False
+        try:
+            averages = list(map(_AVERAGE, self.states()))
+        except KeyError:
+            return False
         return (
-            self.kept is optimizer.state
-            and len(self.kept) == len(self.entries)
-            and all(map(is_, self.kept.values(), self.entries))
-            and all(map(is_, [state.get("exp_avg") for state in self.states], self.averages))
+            all(map(is_, averages, self.averages))
             and list(map(_ADDRESS, self.params)) == self.p
-            and list(map(_SHAPE, self.params)) == self.shapes
-            and self._laid_as_before()
+            and (
+                all(map(_CONTIGUOUS, self.params))
+                if self.contiguous
+                else self.unchanged(self.params) or self._as_before()
+            )
             and not any(p.grad is not None for p in self.idle)
         )
 
-    def _laid_as_before(self) -> bool:
-        """False if a parameter's memory is read in another order or type, as after `p.data = p.data.t()`."""
-        if set(map(_DTYPE, self.params)) != self.dtypes:
+    def _as_before(self) -> bool:
+        """False if a parameter has changed under its address, as by `p.data = p.data.t()`."""
+        if traits(self.params) != self.traits:
             return False
-        if self.alike:
-            return all(map(_CONTIGUOUS, self.params))
-        return [p.stride() for p in self.params] == self.strides
+        self.unchanged = Unchanged(self.params)
+        return True
 
-    def gradients(self) -> list[Tensor | None]:
-        """Every parameter's gradient, checked; strided ones are copied into their parameter's layout.
+    def gradients(self) -> list[Tensor | None] | None:
+        """Every parameter's gradient, checked; strided ones are copied into their parameter's layout. None if the
+        parameters have changed.
 
-        Runs on every step, so the usual case is told from all others by a few passes in C.
+        Runs on every step, so the usual case is told from all others by two passes in C.
         """
         grads: list[Any] = list(map(_GRADIENT, self.params))
-        self.complete = not any(map(is_, grads, repeat(None)))
-        if self.complete and self.alike and set(map(_DTYPE, grads)) == self.dtypes and all(map(_CONTIGUOUS, grads)):
+        if self.fitting is not None and self.fitting(grads):
+            self.complete = True
             return grads
+        if not self._as_before():
+            return None
+        found = list(grads)
         for k, (p, g) in enumerate(zip(self.params, grads)):
-            if g is not None and (g.is_sparse or g.stride() != p.stride() or g.dtype is not p.dtype):
+            if g is not None and (
+                g.is_sparse or g.shape != p.shape or g.stride() != p.stride() or g.dtype is not p.dtype
+            ):
                 grads[k] = self._fitting(p, g)
+        self.complete = all(g is not None for g in grads)
+        self.fitting = Unchanged(grads) if self.complete and all(map(is_, found, grads)) else None
         return grads
 
     def _check(self, p: Tensor, g: Tensor | None) -> None:
@@ -144,38 +192,67 @@ class Plan:
         fitting: Tensor = matching(torch_view(g, "step", name), torch_view(p, "step", name)).owner
         return fitting
 
-    def count(self, grads: list[Tensor | None]) -> tuple[list[tuple[int, int]], list[int]]:
-        """Count a step for each parameter that has a gradient.
+    def count(
+        self, states: list[Any], grads: list[Tensor | None]
+    ) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+        """The coming step of each parameter that has a gradient.
 
         Returns:
-            The different (group, step) there are, and which of them each parameter has.
+            The different (group, step) there are, which of them each parameter has, and the steps; no list of steps if
+            all are at the same one.
         """
-        steps = list(map(_STEP, self.states))
-        if self.complete and self.uniform is not None and steps.count(self.uniform) == len(steps):  # the usual case
-            self.uniform += 1
-            for state in self.states:
-                state["step"] = self.uniform
-            return [(0, self.uniform)], self.zeros
-        for state, g in zip(self.states, grads):
-            state["step"] += g is not None
-        self.uniform = self._uniform()
-        return gather([(number, max(1, state["step"])) for number, state in zip(self.group, self.states)])
-
-    def _uniform(self) -> int | None:
-        """The step that all parameters have, if there is one group and they have."""
-        steps = {state["step"] for state in self.states}
-        return steps.pop() if len(steps) == 1 and not any(self.group) else None
+        steps = list(map(_STEP, states))
+        if self.complete and self.one_group and steps.count(steps[0]) == len(steps):  # the usual case
+            return [(0, steps[0] + 1)], self.zeros, []
+        steps = [t + (g is not None) for t, g in zip(steps, grads)]
+        return *gather([(number, max(1, t)) for number, t in zip(self.group, steps)]), steps
 
     def update(self, hypers: list[Hyper], grads: list[Tensor | None], grad_scale: float) -> None:
-        """Count the steps of the parameters that have a gradient, and update them."""
-        kinds, which = self.count(grads)
-        if self.launch is not None:
-            sets = [scalars(hypers[number], t, grad_scale) for number, t in kinds]
-            pointers = [g.data_ptr() if g is not None else 0 for g in grads]
-            self.launch(self.p, pointers, self.m, sets, which, current_stream(self.params[0], int(self.device)))
-            torch.autograd.graph.increment_version(self.params)  # a graph that saved old values must notice
+        """Update the parameters that have a gradient, and count their steps."""
+        if self.schedule is not None:
+            self.refresh(hypers, grad_scale)
+            self.schedule([g is not None for g in grads], self._stream())
+            self._launch(grads, self.schedule.hypers, self.numbers)
             return
-        for p, g, state, pair, kind in zip(self.params, grads, self.states, self.pairs, which):
-            if g is not None:
-                number, t = kinds[kind]
-                reference_update(p.detach(), g.detach(), state["exp_avg"], pair, hypers[number], t, grad_scale)
+        states = self.states()
+        kinds, which, steps = self.count(states, grads)
+        if self.launch is not None:
+            self._launch(grads, [scalars(hypers[number], t, grad_scale) for number, t in kinds], which)
+        else:
+            for p, g, state, pair, kind in zip(self.params, grads, states, self.pairs, which):
+                if g is not None:
+                    number, t = kinds[kind]
+                    reference_update(p.detach(), g.detach(), state["exp_avg"], pair, hypers[number], t, grad_scale)
+        if steps:
+            for state, t in zip(states, steps):
+                state["step"] = t
+        elif kinds:
+            t = kinds[0][1]
+            for state in states:
+                state["step"] = t
+
+    def _stream(self) -> int:
+        return current_stream(self.params[0], int(self.device))
+
+    def _launch(self, grads: list[Tensor | None], sets: Any, which: list[int]) -> None:
+        assert self.launch is not None
+        if self.complete:
+            addresses = list(map(_ADDRESS, grads))  # type: ignore[arg-type]
+        else:
+            addresses = [g.data_ptr() if g is not None else 0 for g in grads]
+        self.launch(self.p, addresses, self.m, sets, which, self._stream())
+        torch.autograd.graph.increment_version(self.params)  # a graph that saved old values must notice
+
+    def refresh(self, hypers: list[Hyper], grad_scale: float = 1.0) -> None:
+        """Tell the device the scalars of a capturable optimizer's groups."""
+        assert self.schedule is not None
+        rates = []
+        for group, hyper in zip(self.groups, hypers):
+            lr = group["lr"]
+            rates.append(rate(hyper, grad_scale, lr.data_ptr() if isinstance(lr, Tensor) and lr.is_cuda else 0))
+        self.schedule.refresh(rates, self._stream())
+
+    def reserve(self) -> None:
+        """Provide what a capture of the step will keep."""
+        if self.launch is not None:
+            self.launch.reserve()

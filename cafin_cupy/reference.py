@@ -1,7 +1,7 @@
 """The whole rule in plain array code: the oracle of every kernel, and the optimizer where there is no GPU.
 
 Pure functions on whatever arrays they are given (NumPy, PyTorch, CuPy, JAX: anything that `array-api-compat` knows),
-without conversion and on the arrays' own device. Nothing is changed in place.
+without conversion and on the arrays' own device. Nothing is changed in place, except by `update_in_place`.
 
 One sampled step of one layer:
 
@@ -18,12 +18,14 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, device
+from array_api_compat import array_namespace, device, is_jax_array
 
+from .arrays import where_is
 from .errors import CafinTypeError, refuse
 from .layers import Columns, Layer, Patches
 from .rule import Averaging, Hyper, at_least, whole
 
+PIECE = 2**18  # elements: with what is computed from them they fit a CPU's cache, and still feed several threads
 EPSILON = 1e-6  # of the min-max normalisation; gradients are small, so it matters: never rescale a moment before it
 
 
@@ -162,30 +164,79 @@ def update(
     xp = array_namespace(p)
     hyper = Hyper.checked("update", lr, beta, Lambda, weight_decay, decoupled)
     step = whole("update", "step", step, 1)
-    if (H is None) != (S is None) or (H is not None and H.shape[0] * S.shape[0] != math.prod(p.shape)):
+    _check_shapes(p, g, m, H, S)
+    new_p, new_m = _advance(xp.astype(p, p.dtype, copy=True), g, xp.astype(m, m.dtype, copy=True), H, S, hyper, step)
+    return xp.astype(new_p, p.dtype, copy=False), new_m
+
+
+def update_in_place(p: Any, g: Any, m: Any, H: Any, S: Any, hyper: Hyper, step: int, grad_scale: float = 1.0) -> None:
+    """`update` written into `p` and `m` themselves, bit for bit; `g` is divided by `grad_scale` first.
+
+    A large parameter on a CPU is updated piece by piece: what is computed on the way stays in the cache, instead of
+    going out to memory and back with every operation.
+
+    Raises:
+        CafinError: the shapes do not fit; nothing has been changed then.
+    """
+    _check_shapes(p, g, m, H, S)
+    by_rows = S is None or tuple(S.shape) == tuple(p.shape[:1])
+    for piece in _pieces(p) if by_rows else [...]:
+        slope = g[piece] if grad_scale == 1.0 else g[piece] / grad_scale
+        _advance(p[piece], slope, m[piece], H, None if S is None else S[piece], hyper, step)
+
+
+def _check_shapes(p: Any, g: Any, m: Any, H: Any, S: Any) -> None:
+    shape = tuple(p.shape)
+    if tuple(g.shape) != shape or tuple(m.shape) != shape:
+        refuse("update", "g, m", f"have the parameter's shape {shape}", f"{tuple(g.shape)} and {tuple(m.shape)}")
+    if (H is None) != (S is None) or (H is not None and H.shape[0] * S.shape[0] != math.prod(shape)):
         got = "one of them alone" if H is None or S is None else f"{S.shape[0]} * {H.shape[0]}"
-        refuse("update", "H, S", f"both be None, or have len(S) * len(H) == {math.prod(p.shape)}", got)
-    if not hyper.decoupled:
+        refuse("update", "H, S", f"both be None, or have len(S) * len(H) == {math.prod(shape)}", got)
+
+
+def _advance(p: Any, g: Any, m: Any, H: Any, S: Any, hyper: Hyper, step: int) -> tuple[Any, Any]:
+    """The formulas of `update`, into `p` and `m`; JAX, whose arrays never change, makes new ones of them."""
+    xp = array_namespace(p)
+    if hyper.weight_decay and not hyper.decoupled:
         g = g + hyper.weight_decay * p
-    m = hyper.beta * m + (1.0 - hyper.beta) * xp.astype(g, m.dtype)
+    g = (1.0 - hyper.beta) * xp.astype(g, m.dtype, copy=False)
+    m *= hyper.beta
+    m += g
     direction = (hyper.lr / (1.0 - hyper.beta**step)) * m
     if H is not None:
         direction = direction / xp.reshape(preconditioner(H, S, hyper.Lambda), tuple(p.shape))
-    if hyper.decoupled:
+    if hyper.weight_decay and hyper.decoupled:
         direction = direction + (hyper.lr * hyper.weight_decay) * p
-    return xp.astype(p - direction, p.dtype), m
+    p -= direction
+    return p, m
+
+
+def _pieces(x: Any) -> list[Any]:
+    """Slices of axis 0, about `PIECE` elements each, for arrays on a CPU; elsewhere, and for JAX, one of everything."""
+    size = math.prod(x.shape)
+    if size <= PIECE or is_jax_array(x) or where_is(x) != "cpu":
+        return [...]
+    rows = max(1, PIECE * x.shape[0] // size)
+    return [slice(first, first + rows) for first in range(0, x.shape[0], rows)]
 
 
 def _column_sums(x: Any, columns: Columns) -> Any:
     xp = array_namespace(x)
+    total = sum(_sums_of(x[piece], columns) for piece in (_pieces(x) if columns.lead else [...]))
+    return total * columns.scale if columns.patches is None else _fold(xp, total, columns.patches)
+
+
+def _sums_of(x: Any, columns: Columns) -> Any:
+    """Sums over some rows of an array, per segment or, for patches, per pixel (C_in, H, W)."""
+    xp = array_namespace(x)
     if xp.finfo(x.dtype).bits < 32:
         x = xp.astype(x, xp.float32)
-    if columns.patches is not None:
-        return _fold(xp, xp.sum(x * x, axis=0), columns.patches)
     if columns.power == 2:
         x = x * x
-    x = xp.reshape(x, (columns.rows, columns.segments, columns.run))
-    return xp.sum(x, axis=(0, 2)) * columns.scale
+    if columns.patches is not None:
+        return xp.sum(x, axis=0)
+    rows = math.prod(x.shape[: columns.lead])
+    return xp.sum(xp.reshape(x, (rows, columns.segments, columns.run)), axis=(0, 2))
 
 
 def _fold(xp: Any, pixels: Any, geometry: Patches) -> Any:

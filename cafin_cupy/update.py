@@ -11,6 +11,7 @@ import numpy as np
 from . import reference, table
 from .arrays import (
     View,
+    allocate,
     beside,
     copy_like,
     current_stream,
@@ -29,7 +30,7 @@ from .rule import Hyper, whole
 from .runtime import Arguments, Launch, prepare
 
 BLOCK = 256  # as in update.cu
-_NOTHING = (None, None, None, None)  # of p, g, m and which: the table holds none that are known
+_NOTHING = (None, None, None)  # of p, m and which: the table holds none that are known
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -69,8 +70,9 @@ def layout(where: str, name: str, p: View, columns: int) -> Layout:
 class CudaUpdate:
     """One launch for a fixed list of parameters; pointers and scalars may change with every call.
 
-    The table of parameters on the device is refreshed by one asynchronous copy, only if a pointer or a parameter's
-    choice of scalars has changed. Nothing is allocated and nothing waits.
+    Scalars and the gradients' addresses are arguments of the launch as long as they fit, about 500 parameters; beyond
+    that, and for parameters that move, one asynchronous copy refreshes a table on the device. Nothing is allocated and
+    nothing waits.
     """
 
     def __init__(self, layouts: Sequence[Layout], factors: Sequence[tuple[int, int]], like: Any, device: int) -> None:
@@ -82,24 +84,37 @@ class CudaUpdate:
         for row, layout, (H, S) in zip(self._table.rows, layouts, factors):
             row["H"], row["S"], row["size"], row["columns"] = H, S, layout.size, layout.columns
             row["channels"], row["taps"] = layout.channels, layout.taps
-        chunks = [-(-layout.size // table.CHUNK) for layout in layouts]
-        self._blocks = sum(chunks)
-        self._chunks = table.DeviceTable(table.Chunk, self._blocks, like, device)
-        firsts = np.cumsum([0, *chunks[:-1]])
-        self._chunks.rows["parameter"] = np.repeat(np.arange(len(chunks)), chunks)
-        self._chunks.rows["number"] = np.arange(self._blocks) - np.repeat(firsts, chunks)
+        self._shares = table.shares([-(-layout.size // table.CHUNK) for layout in layouts], like, device)
+        self._blocks = len(self._shares.rows)
         self._uploaded = False
         self._last: tuple[Any, ...] = _NOTHING
+        count, room = len(layouts), table.WORDS
+        self._gradients = table.DeviceTable(np.dtype("u8"), count, like, device)
+        self._hypers = table.DeviceTable(table.Hyper, count, like, device)  # never more sets than parameters
         values = self._arguments.values
-        values["parameters"], values["chunks"] = self._table.ptr, self._chunks.ptr
-        self._hypers: Any = values["hypers"].view(np.uint8)
+        values["parameters"], values["shares"] = self._table.ptr, self._shares.ptr
+        self._words: Any = values["words"]
+        self._gradient_words = self._words[::-1][:count]  # where the kernel looks for them
+        self._last_g: list[int] | None = None
+        self._uploads_gradients = count > room
+        if self._uploads_gradients:
+            values["gradients"] = self._gradients.ptr
+        else:
+            room -= count
+        self._room = room * 8 // table.HYPER.size  # sets of scalars
+        self._fits: bool | None = True  # `words` hold the scalars
+
+    def reserve(self) -> None:
+        """Provide pinned memory for what a CUDA graph will capture of a call."""
+        if self._uploads_gradients:
+            self._gradients.reserve()
 
     def __call__(
         self,
         p: list[int],
         g: list[int],
         m: list[int],
-        scalars: Sequence[tuple[float, ...]],
+        scalars: Sequence[tuple[float, ...]] | int,
         which: list[int],
         stream: int,
     ) -> None:
@@ -107,37 +122,88 @@ class CudaUpdate:
 
         Args:
             p, g, m: addresses; a gradient of 0 leaves its parameter alone.
-            scalars: the sets of scalars in use (see `scalars`), and
+            scalars: the sets of scalars in use (see `scalars`), or the address of sets on the device, and
             which: the index of each parameter's set.
         """
         if not self._uploaded:
-            self._chunks.upload(stream)
+            self._shares.upload(stream)
             self._uploaded = True
-        if len(scalars) > table.HYPERS:  # more sets than a launch has room for: several launches
-            for first in range(0, len(scalars), table.HYPERS):
-                part = range(first, min(first + table.HYPERS, len(scalars)))
-                shown = [address if w in part else 0 for address, w in zip(g, which)]
-                self(p, shown, m, [scalars[k] for k in part], [w - first if w in part else 0 for w in which], stream)
-            return
-        if (p, g, m, which) != self._last:
-            last, self._last = self._last, _NOTHING  # known again once the upload is under way
-            self._fill(last, p, g, m, which)
+        if (p, m, which) != self._last:
+            self._last = _NOTHING  # known again once the upload is under way
+            rows = self._table.rows
+            rows["p"], rows["m"], rows["hyper"] = p, m, which
+            rows["vector"] = (rows["p"] | rows["m"]) & 15 == 0
             self._table.upload(stream)
-            self._last = (p, g, m, which)
+            self._last = (p, m, which)
+        if not self._uploads_gradients:
+            self._gradient_words[:] = g
+        elif g != self._last_g:
+            self._last_g = None
+            self._gradients.rows[:] = g
+            if self._gradients.upload(stream):
+                self._last_g = g
+        if isinstance(scalars, int):
+            self._arguments.values["hypers"], self._fits = scalars, None
+            self._launch(self._arguments, self._blocks, stream)
+            return
+        fits = len(scalars) <= self._room
+        into: Any = self._words if fits else self._hypers.rows.view("u8")
         for number, values in enumerate(scalars):
-            table.HYPER.pack_into(self._hypers, number * table.HYPER.size, *values)
+            table.HYPER.pack_into(into, number * table.HYPER.size, *values)
+        if not fits:
+            self._hypers.upload(stream)
+        if fits is not self._fits:
+            self._fits = fits
+            self._arguments.values["hypers"] = 0 if fits else self._hypers.ptr
         self._launch(self._arguments, self._blocks, stream)
 
-    def _fill(self, last: tuple[Any, ...], p: list[int], g: list[int], m: list[int], which: list[int]) -> None:
-        """Write what has changed into the table: from step to step that is mostly the gradients' addresses."""
-        rows = self._table.rows
-        if p != last[0] or m != last[2]:
-            rows["p"], rows["m"] = p, m
-            self._written_to = rows["p"] | rows["m"]
-        if which != last[3]:
-            rows["hyper"] = which
-        rows["g"] = addresses = np.array(g, dtype=np.uint64)
-        rows["vector"] = (self._written_to | addresses) & 15 == 0
+
+class CudaSchedule:
+    """Counters and scalars of a `CudaUpdate` that live on the device, for CUDA graphs: a small launch ahead of it."""
+
+    def __init__(self, groups: Sequence[int], steps: int, like: Any, device: int) -> None:
+        """`groups`: of each parameter; `steps`: address of as many int64 counters."""
+        self.count = len(groups)
+        self._launch = Launch("update", "schedule", device, BLOCK)
+        self._arguments = Arguments(table.Schedule)
+        self._groups = table.DeviceTable(np.dtype("i4"), self.count, like, device)
+        self._groups.rows[:] = groups
+        self._rates = table.DeviceTable(table.Rate, max(groups, default=0) + 1, like, device)
+        self._memory, self.hypers = allocate(like, max(1, self.count * table.Hyper.itemsize))
+        self._uploaded: list[tuple[float, ...]] | None = None
+        values = self._arguments.values
+        values["rates"], values["groups"], values["steps"] = self._rates.ptr, self._groups.ptr, steps
+        values["hypers"], values["count"] = self.hypers, self.count
+
+    def refresh(self, rates: list[tuple[float, ...]], stream: int) -> None:
+        """Tell the device the groups' scalars (see `rate`), if they have changed."""
+        if rates == self._uploaded:
+            return
+        if self._uploaded is None:
+            self._groups.upload(stream)
+        self._uploaded = None
+        for number, values in enumerate(rates):
+            self._rates.rows[number] = values
+        self._rates.upload(stream)
+        self._uploaded = rates
+
+    def __call__(self, present: Sequence[bool], stream: int) -> None:
+        """Count a step of each parameter that is `present`, and set its scalars, on `stream`."""
+        flags = np.zeros(-(-self.count // 64) * 64, np.uint8)
+        flags[: self.count] = present
+        words = np.packbits(flags, bitorder="little").view("u8")
+        values = self._arguments.values
+        for first in range(0, len(words), table.FLAGS):
+            part = words[first : first + table.FLAGS]
+            values["present"][: len(part)], values["first"] = part, 64 * first
+            self._launch(self._arguments, -(-64 * len(part) // BLOCK), stream)
+
+
+def rate(hyper: Hyper, grad_scale: float = 1.0, lr_at: int = 0) -> tuple[float, ...]:
+    """A `Hyper` as the schedule takes it. `lr_at`: address of a float32 `lr` on the device, or 0."""
+    decay = hyper.weight_decay
+    l2, decoupled = (0.0, decay) if hyper.decoupled else (decay, 0.0)
+    return hyper.lr, hyper.beta, hyper.Lambda, l2, decoupled, grad_scale, lr_at
 
 
 def scalars(hyper: Hyper, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
@@ -167,23 +233,9 @@ def gather(kinds: Sequence[Kind]) -> tuple[list[Kind], list[int]]:
 def reference_update(
     p: Any, g: Any, m: Any, factors: tuple[Any, Any] | None, hyper: Hyper, step: int, grad_scale: float = 1.0
 ) -> None:
-    """`reference.update` written back in place, on any device."""
+    """`reference.update` in place, on any device."""
     H, S = factors or (None, None)
-    if grad_scale != 1.0:
-        g = g / grad_scale
-    p[...], m[...] = reference.update(
-        p,
-        g,
-        m,
-        H,
-        S,
-        lr=hyper.lr,
-        beta=hyper.beta,
-        Lambda=hyper.Lambda,
-        weight_decay=hyper.weight_decay,
-        decoupled=hyper.decoupled,
-        step=step,
-    )
+    reference.update_in_place(p, g, m, H, S, hyper, step, grad_scale)
 
 
 def fused_step(

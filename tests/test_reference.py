@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,12 @@ from helpers import (
     make,
     moments,
     numpy_of,
+    problem,
     refuses,
     same_bits,
     seeds,
+    strided,
+    updated,
 )
 from hypothesis import given
 
@@ -34,6 +38,7 @@ from cafin_cupy import (
     Linear,
     reference,
 )
+from cafin_cupy.rule import Hyper
 
 EXACT = 1e-12  # float64, other order of summation
 Array = np.ndarray[Any, Any]
@@ -256,6 +261,94 @@ def test_update_by_its_formula(decoupled: bool, factors: bool) -> None:
             step = momentum / (1 - beta**t) / F + (wd * p[r, c] if decoupled else 0.0)
             assert new_m[r, c] == pytest.approx(momentum, rel=1e-13)
             assert new_p[r, c] == pytest.approx(p[r, c] - lr * step, rel=1e-12)
+
+
+@pytest.mark.parametrize("framework", NAMESPACES)
+def test_update_keeps_half_types(framework: str) -> None:
+    """The factors are float32, and so is the step until it is rounded into the parameter."""
+    x = problem((4, 3))
+    p, g, m = (make(framework, x[k], "float16") for k in "pgm")
+    moved = reference.update(p, g, m, *(make(framework, x[k]) for k in "HS"), lr=0.1, Lambda=0.01)
+    for got, want in zip(moved, updated(x, lr=0.1, Lambda=0.01)):
+        assert str(got.dtype).removeprefix("torch.") == "float16"
+        close(got, want, 2e-3)  # 11 bits
+
+
+def test_update_leaves_its_arguments_alone() -> None:
+    for framework in NAMESPACES:
+        given = [make(framework, v) for v in ([[1.0, 2.0]], [[3.0, 4.0]], [[5.0, 6.0]], [0.5, 0.25], [2.0])]
+        before = [numpy_of(x) for x in given]
+        reference.update(*given, lr=0.1, weight_decay=0.1)
+        for now, then in zip(given, before):
+            same_bits(now, then)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("decoupled", [False, True], ids=["l2", "decoupled"])
+def test_pieces_of_an_update_are_the_whole(
+    framework: str, dtype: str, decoupled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of 7 elements: several rows, one row that is longer, a last one that is short, rows that S knows nothing
+    of, and none. Each element has its own arithmetic, so not a bit may differ."""
+    layouts = ["contiguous", "channels_last", "inner", "sliced"]
+    scalars = {"lr": 0.1, "beta": 0.8, "Lambda": 0.01, "weight_decay": 0.3}
+    hyper = Hyper(**scalars, decoupled=decoupled)
+    shapes = [((), 1), ((0, 3), 3), ((1,), 1), ((23,), 1), ((23,), 23), ((5, 3), 3), ((3, 11), 11), ((6, 4), 2)]
+    for shape, columns in [*shapes, ((4, 2, 3, 3), 18), ((4, 2, 3, 3), None)]:
+        x = problem(shape, 1, columns or 1)
+        pair = [make(framework, x[k], "float64" if dtype == "float64" else "float32") for k in "HS"]
+        H, S = pair if columns else (None, None)
+        for layout in layouts:
+            p, g, m = (strided(framework, x[k], layout, dtype) for k in "pgm")
+            with monkeypatch.context() as patch:
+                patch.setattr(reference, "PIECE", 7)
+                want = reference.update(p, g / 4.0, m, H, S, **scalars, decoupled=decoupled, step=3)
+                reference.update_in_place(p, g, m, H, S, hyper, 3, 4.0)
+            for got, whole in zip((p, m), want):
+                same_bits(got, whole)
+
+
+@pytest.mark.parametrize("case", EXAMPLES, ids=example_id)
+@pytest.mark.parametrize("framework", NAMESPACES)
+def test_pieces_of_a_batch_are_the_batch(framework: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole numbers have exact sums in any order."""
+    arrays = [make(framework, np.round(x * 4)) for x in case.data()]
+    want = reference.raw_sums(case.layer(), *arrays)
+    for piece in (100, 37, 1):  # several samples, about one, less than one
+        monkeypatch.setattr(reference, "PIECE", piece)
+        for got, whole in zip(reference.raw_sums(case.layer(), *arrays)[:2], want[:2]):
+            same_bits(got, whole)
+    vector = Case(Linear, (3, 5), True, (5,), (3,))  # has no axis to cut
+    h, s = (make(framework, x) for x in vector.data())
+    for got, x in zip(reference.raw_sums(vector.layer(), h, s)[:2], (h, s)):
+        same_bits(got, x * x)
+
+
+def test_intermediate_results_stay_small() -> None:
+    """16 MiB of numbers, of which no operation makes a second copy: some pieces of 2 MiB are alive at a time."""
+    x = np.ones((2**10, 2**11))
+    layer, pair = Linear(np.ones((2**11, 2**11))), (np.ones(2**11), np.ones(2**10))
+    g, m = x.copy(), x.copy()
+    tracemalloc.start()
+    try:
+        reference.raw_sums(layer, x, x)
+        reference.update_in_place(x, g, m, *pair, Hyper(0.1, 0.9, 0.01, 0.1, False), 1)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < x.nbytes
+
+
+def test_a_refused_update_changes_nothing() -> None:
+    p, m, hyper = np.ones((4, 3)), np.ones((4, 3)), Hyper(0.1, 0.9, 0.01, 0.1, False)
+    for g, H, S, words in [
+        (np.ones((1, 3)), None, None, ["`g, m`", "(4, 3)", "(1, 3)"]),
+        (np.ones((4, 3)), np.ones(3), None, ["`H, S`", "both be None", "alone"]),
+        (np.ones((4, 3)), np.ones(3), np.ones(3), ["`H, S`", "== 12", "3 * 3"]),
+    ]:
+        with refuses(CafinValueError, "update", *words, unchanged=[p, m]):
+            reference.update_in_place(p, g, m, H, S, hyper, 1)
 
 
 def test_refusals() -> None:

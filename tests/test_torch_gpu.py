@@ -26,7 +26,7 @@ from torch_helpers import (  # noqa: E402
     run,
 )
 
-from cafin_cupy import CafinError, backend  # noqa: E402
+from cafin_cupy import CafinError, backend, cuda_factors  # noqa: E402
 from cafin_cupy.adapters.torch import AdaFisher, AdaFisherW  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -74,12 +74,17 @@ def test_an_unsampled_step_is_one_kernel(kind: type[AdaFisher], tmp_path: Path) 
     assert names == ["update"]
 
 
-def test_a_sampled_step_is_three_kernels_and_one_for_each_layer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch, launches", [(cuda_factors.BATCH_BYTES, 1), (0, 6)], ids=["small", "large"])
+def test_a_sampled_step_is_three_kernels_and_one_for_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int, launches: int
+) -> None:
+    """Small layers share a launch; a large one has its own."""
+    monkeypatch.setattr(cuda_factors, "BATCH_BYTES", batch)
     optimizer = trained(every=1)
     for _ in range(2):
         names = kernels(lambda: backward(optimizer), tmp_path)
         step = kernels(optimizer.step, tmp_path)
-    assert names.count("column_sums") == 6
+    assert names.count("column_sums") == launches
     assert step == ["fold", "average", "update"]
 
 
@@ -178,7 +183,7 @@ def test_capture_in_a_graph_is_refused(steps: int) -> None:
     optimizer = trained(steps=steps)
     backward(optimizer)
     graph = torch.cuda.CUDAGraph()
-    with refused(optimizer, "step", "graph must not capture it", "call step() outside"), torch.cuda.graph(graph):
+    with refused(optimizer, "step", "capturable=True", "replay would repeat"), torch.cuda.graph(graph):
         optimizer.step()
     other = trained(steps=steps)
     for each in (optimizer, other):

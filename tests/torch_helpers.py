@@ -177,7 +177,7 @@ def everything(optimizer: AdaFisher) -> dict[str, Any]:
     for name, p in optimizer.model.named_parameters():
         state = optimizer.state.get(p, {})
         found[name] = p.detach().clone()
-        found[f"step of {name}"] = state.get("step", 0)
+        found[f"step of {name}"] = int(state.get("step", 0))
         found[f"momentum of {name}"] = state["exp_avg"].clone() if "exp_avg" in state else torch.zeros_like(p)
     for name, pair in optimizer.factors().items():
         found[f"H of {name}"], found[f"S of {name}"] = (f.clone() for f in pair)

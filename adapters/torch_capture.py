@@ -1,0 +1,82 @@
+"""Whole training iterations in CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cafin_cupy.errors import BackendError
+
+if TYPE_CHECKING:
+    from .torch import AdaFisher
+    from .torch_plan import Plan
+
+WARM_UP = 3  # iterations before the first capture: libraries set themselves up
+
+
+class CapturedIteration:
+    """See `AdaFisher.capture`.
+
+    Sampled and unsampled iterations differ in their launches, so each kind has a graph; both share one memory pool.
+    The host counts steps and keeps the scalars up to date, so schedulers work. If the optimizer's state moves, as after
+    `load_state_dict`, the graphs are made anew.
+    """
+
+    def __init__(self, optimizer: AdaFisher, iteration: Callable[[], Any]) -> None:
+        self._optimizer, self._iteration = optimizer, iteration
+        self._stream = torch.cuda.Stream()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._run: set[bool] = set()  # kinds of iterations that have run without a graph
+        self._runs = 0
+        self._pool = torch.cuda.graph_pool_handle()
+        self._plan: Plan | None = None
+
+    def __call__(self) -> Any:
+        """Train one iteration, on the current stream."""
+        optimizer = self._optimizer
+        plan = self._plan
+        if plan is not None and (optimizer._plan is not plan or not plan.valid(optimizer)):
+            self._forget()
+        sampled = optimizer.samples
+        if sampled in self._graphs:
+            graph, result = self._graphs[sampled]
+            assert plan is not None
+            plan.refresh(optimizer._checked_hypers())
+            graph.replay()
+            optimizer._count_step()
+            return result
+        if self._runs < WARM_UP or sampled not in self._run:
+            self._run.add(sampled)
+            self._runs += 1
+            return self._outside()
+        return self._capture(sampled)
+
+    def _outside(self) -> Any:
+        """On the stream that will capture, where autograd and the libraries then know their way."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            result = self._iteration()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return result
+
+    def _capture(self, sampled: bool) -> Any:
+        optimizer = self._optimizer
+        self._plan = plan = optimizer._plan
+        if plan is None or plan.schedule is None:
+            raise BackendError("capture: `iteration` must call step(), on the CUDA backend")
+        plan.refresh(optimizer._checked_hypers())
+        plan.reserve()
+        before = optimizer.steps
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            result = self._iteration()
+        if optimizer.steps != before + 1:
+            raise BackendError("capture: `iteration` must call step() once")
+        self._graphs[sampled] = graph, result
+        graph.replay()
+        return result
