@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cafin_cupy.arrays import current_stream, refuse_overlap, torch_view, view
+from cafin_cupy.arrays import Unchanged, current_stream, refuse_overlap, torch_view, traits, view
 from cafin_cupy.errors import refuse
 from cafin_cupy.rule import Hyper
 from cafin_cupy.update import (
@@ -23,8 +23,6 @@ from cafin_cupy.update import (
     scalars,
     writable,
 )
-
-from .torch_unchanged import Unchanged, traits
 
 if TYPE_CHECKING:
     from .torch import AdaFisher

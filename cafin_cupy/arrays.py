@@ -183,11 +183,41 @@ def _cuda_device(array: Any) -> int:
     return int(device)
 
 
-def signature(array: Any) -> Any:
-    """All that a `View` says but the address, read as fast as it can be; None where that is no faster."""
-    if torch_of(array) is not None:
-        return array.shape, array.stride(), array.dtype, array.device, array.is_neg()
-    return None
+class Unchanged:
+    """Tells, at the price of one call, whether torch tensors have the type, shape, strides, dtype and device of those
+    seen at first.
+
+    A no may be false (under autocast, say, or after `requires_grad_`): then look closer. Of other arrays it is always
+    a no, as there is no faster look.
+    """
+
+    def __init__(self, tensors: Sequence[Any]) -> None:
+        self._guards = self._seen = None
+        if not tensors or any(torch_of(t) is None for t in tensors):
+            return
+        try:  # the check that torch.compile runs before each call of its code
+            from torch._C._dynamo.guards import TensorGuards
+        except ImportError:  # internal to torch, so it may go; then the same is read in Python
+            self._seen = traits(tensors)
+            return
+        sizes: Any = [list(t.shape) for t in tensors]
+        strides: Any = [list(t.stride()) for t in tensors]
+        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+    def __call__(self, tensors: Sequence[Any]) -> bool:
+        if self._guards is not None:
+            return bool(self._guards.check(*tensors))
+        return self._seen is not None and traits(tensors) == self._seen
+
+
+def traits(tensors: Sequence[Any]) -> list[Any]:
+    """What `Unchanged` compares; None for what is no torch tensor."""
+    return [
+        (t.shape, t.layout, t.stride() if str(t.layout) == "torch.strided" else None, t.dtype, t.device, t.is_neg())
+        if torch_of(t) is not None
+        else None
+        for t in tensors
+    ]
 
 
 def current_stream(array: Any, device: int, stream: Any = None) -> int:

@@ -17,6 +17,7 @@ from array_api_compat import array_namespace
 
 from . import table
 from .arrays import (
+    Unchanged,
     View,
     allocate,
     contiguous_strides,
@@ -25,7 +26,6 @@ from .arrays import (
     item_size,
     order,
     same_strides,
-    signature,
     view,
 )
 from .errors import refuse
@@ -169,7 +169,8 @@ class _Sums:
         self.content = self.operands.view(np.uint8)
         self._x, self._add, self._vector = (self.operands[name] for name in ("x", "add", "vector"))
         self._first = self.operands["first"]
-        self.signature: Any = None  # of the arrays that `operands` describes
+        self.layer: Any = None  # and
+        self.unchanged: Unchanged | None = None  # know what `operands` describes
         self.laid: Any = None  # how they lie in memory
         self.unfolded = False  # partial sums wait in the workspace
         self.folded = False  # earlier partial sums of this step are in `sums`
@@ -243,17 +244,16 @@ class CudaFactors(Factors):
         stream = current_stream(h, self.device)
         if self._waiting and (stream != self._waiting_on or any(waits is sums for waits, _, _ in self._waiting)):
             self.flush()
-        seen = layer, signature(h), signature(s)
-        if seen == sums.signature:
-            sums.point(h.data_ptr(), s.data_ptr())  # only torch's tensors have a signature
+        if sums.unchanged is not None and layer is sums.layer and sums.unchanged((h, s)):
+            sums.point(h.data_ptr(), s.data_ptr())  # torch's tensors
         else:
             first, second = self._checked(layer, "h", h), self._checked(layer, "s", s)
             layer.check(first.shape, second.shape)
             if first.size == 0 or second.size == 0:
                 return
             read = self._plan(layer, sums, first, second, stream)
-            plain = read[0] is first and read[1] is second and None not in seen
-            sums.signature = seen if plain else None
+            if read[0] is first and read[1] is second:
+                sums.layer, sums.unchanged = layer, Unchanged((h, s))
             h, s = read
         sums.unfolded = True
         sums.count += sums.per_call
@@ -289,6 +289,7 @@ class CudaFactors(Factors):
 
     def _plan(self, layer: Layer, sums: _Sums, h: View, s: View, stream: int) -> list[View]:
         """Describe two arrays to the kernel, and return what it will read: one that it cannot read is copied."""
+        sums.unchanged = None
         plans = layer.columns(h.shape, s.shape)
         arrays = [h, s]
         laid = []
@@ -303,7 +304,7 @@ class CudaFactors(Factors):
         if geometry != sums.laid:
             if sums.unfolded:
                 self._fold_all(stream)
-            sums.laid = sums.signature = None  # known again once both arrays are described
+            sums.laid = None  # known again once both arrays are described
             for place, (half, columns, how, v) in enumerate(zip(sums.halves, plans, laid, (h, s))):
                 self._retire(half.memory)
                 half.plan(columns, how, v.dtype)

@@ -88,6 +88,92 @@ def test_a_sampled_step_is_three_kernels_and_one_for_layers(
     assert step == ["fold", "average", "update"]
 
 
+def test_a_script_may_overwrite_what_layers_have_read_once_backward_returns() -> None:
+    """Layers that wait for a common launch are read before that."""
+    one, other = (AdaFisher(mlp("cuda"), TCov=1) for _ in range(2))
+    for x in rows("cuda", 3):
+        for optimizer, overwrites in ((one, True), (other, False)):
+            optimizer.zero_grad()
+            read = x.clone()
+            for part in range(2):  # two backward passes a step
+                loss_of(optimizer.model, read).backward()
+                assert not optimizer._factors._waiting
+                if overwrites and part:
+                    read.fill_(torch.nan)
+            optimizer.step()
+    assert_same(one, other)
+
+
+def test_a_backward_pass_that_fails_leaves_nothing_behind() -> None:
+    """What its layers had handed over is forgotten by zero_grad, and the next pass is read in time again."""
+    one, other = (AdaFisher(mlp("cuda"), TCov=1) for _ in range(2))
+
+    def fail(grad: Tensor) -> Tensor:
+        raise RuntimeError("a hook of the script")
+
+    for x in rows("cuda", 3):
+        broken = x.clone().requires_grad_()
+        broken.register_hook(fail)
+        with pytest.raises(RuntimeError, match="a hook of the script"):
+            loss_of(one.model, broken).backward()
+        for optimizer in (one, other):
+            optimizer.zero_grad()
+            read = x.clone()
+            loss_of(optimizer.model, read).backward()
+            read.fill_(torch.nan)
+            optimizer.step()
+    assert_same(one, other)
+
+
+def test_layers_of_several_streams(tmp_path: Path) -> None:
+    """Arrays that wait are read on the stream that made them, and the step waits for it."""
+    one, other = (AdaFisher(mlp("cuda"), TCov=1) for _ in range(2))
+    stream = torch.cuda.Stream()
+    for x in rows("cuda", 3, batch=4096):
+        one.zero_grad()
+        first, *others = one.model
+        y = first(x)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for layer in others:
+                y = layer(y)
+        torch.cuda.current_stream().wait_stream(stream)
+        y.float().square().mean().backward()
+        one.step()
+        run(other, [x])
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_activations_are_read_as_they_are(tmp_path: Path, dtype: torch.dtype) -> None:
+    """No kernel but column_sums touches them, and the sums are those of the same numbers in float32."""
+    optimizers = [AdaFisher(net("cuda"), TCov=1) for _ in range(2)]
+    pairs = []
+    for _, module, index, layer in optimizers[0]._modules:
+        shape = (5, module.in_features) if isinstance(module, nn.Linear) else (5, module.weight.shape[0], 9, 8)
+        if isinstance(module, nn.LayerNorm):
+            shape = (5, 8)
+        if isinstance(module, nn.Conv2d):
+            shape = (5, module.in_channels, 9, 8)
+        h = torch.randn(shape, device="cuda").to(dtype)
+        pairs.append((index, h, torch.randn_like(module(h.float())).to(dtype), layer))
+
+    def gather(optimizer: AdaFisher, widen: bool) -> None:
+        for index, h, s, layer in pairs:
+            optimizer._receive(index, *((x.float() if widen else x) for x in (h, s)), layer)
+
+    for optimizer in optimizers:
+        gather(optimizer, False)  # compiles
+        optimizer.zero_grad()
+    assert set(kernels(lambda: gather(optimizers[0], False), tmp_path)) == {"column_sums"}
+    gather(optimizers[1], True)
+    for optimizer in optimizers:
+        optimizer._factors.update()
+    for narrow, wide in zip(*(optimizer.factors().values() for optimizer in optimizers)):
+        for a, b in zip(narrow, wide):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)  # float32 sums in another order
+
+
 def test_an_unsampled_step_allocates_nothing() -> None:
     """Though every iteration brings gradients at new addresses."""
     import cupy
