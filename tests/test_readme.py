@@ -23,12 +23,18 @@ def block(mark: str) -> str:
 
 
 def test_every_block_has_its_test():
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
 
 
 def test_pytorch_example():
     names = run(block("optimizer.factors()"))
     assert names["H"].shape == (21,) and names["S"].shape == (64,)
+
+
+@pytest.mark.gpu
+def test_example_of_captured_iterations():
+    names = run(block("optimizer.capture"))
+    assert names["optimizer"].steps == 20 and names["train"]._graphs
 
 
 @pytest.mark.parametrize("library", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
