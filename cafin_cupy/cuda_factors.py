@@ -107,7 +107,6 @@ class _Half:
         self.job = np.zeros((), table.FoldJob)
         self.blocks = 0
         self.fold_blocks = 0
-        self.vector = False  # rows start at multiples of 16 bytes
 
     def plan(self, columns: Columns, laid: Matrix, dtype: str) -> None:
         """Describe arrays of this geometry to the kernels, and provide the workspace."""
@@ -119,9 +118,8 @@ class _Half:
         self.memory, ptr = allocate(self.like, 4 * slices * parts * laid.segments)
         self.operand[...] = (
             *(0, ptr, laid.rows, laid.stride, width, laid.run, height, 0),
-            *(tiles, slices, parts, columns.power == 2, 0, ELEMENTS[dtype], 0, columns.scale, 0),
+            *(tiles, slices, parts, columns.power == 2, 0, ELEMENTS[dtype], columns.scale),
         )
-        self.vector = laid.stride * item_size(dtype) % 16 == 0
         self.blocks = tiles * slices
         job, image = self.job, columns.patches
         job[...] = np.zeros((), table.FoldJob)
@@ -167,8 +165,7 @@ class _Sums:
         self.halves = (_Half(like), _Half(like))
         self.operands = np.zeros(2, table.Operand)
         self.content = self.operands.view(np.uint8)
-        self._x, self._add, self._vector = (self.operands[name] for name in ("x", "add", "vector"))
-        self._first = self.operands["first"]
+        self._x, self._add, self._first = (self.operands[name] for name in ("x", "add", "first"))
         self.layer: Any = None  # and
         self.unchanged: Unchanged | None = None  # know what `operands` describes
         self.laid: Any = None  # how they lie in memory
@@ -183,9 +180,6 @@ class _Sums:
         """Let `operands` read arrays at these addresses."""
         self._x[0], self._x[1] = h, s
         self._add[:] = self.unfolded
-        if (h | s) % 16 or self._vector[0] + self._vector[1] < 2:
-            for place, (half, address) in enumerate(zip(self.halves, (h, s))):
-                self._vector[place] = address % 16 == 0 and half.vector
 
     def start_at(self, block: int) -> int:
         """Let the first block be this one of a launch, and return the one behind the last."""

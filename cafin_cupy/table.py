@@ -36,9 +36,8 @@ def _fields(kind: str, names: str) -> dict[str, str]:
 Operand = _struct(
     **_fields(_PTR, "x sums"),
     **_fields(_LONG, "rows stride columns run slice"),
-    **_fields(_INT, "first tiles slices parts square add element vector"),
+    **_fields(_INT, "first tiles slices parts square add element"),
     scale=_REAL,
-    unused=_INT,
 )
 ColumnSums = np.dtype([("operand", Operand, OPERANDS), ("count", _INT), ("unused", _INT)], align=True)
 

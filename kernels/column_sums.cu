@@ -9,6 +9,8 @@
 //
 // A block reads a slice of the rows over a tile of columns: a warp a row, a thread 16 bytes of it, so a tile has 128
 // columns of floats, or 256 of 16-bit floats. Bytes: each element once; the results are smaller by the number of rows.
+// Rows need not start at multiples of 16 bytes: a warp's rows are WARPS apart, so all start at one place between two such
+// multiples, and the warp shifts its window to the one before; the last columns of its tile are then read one by one.
 //
 // Order of summation: fixed by shape and type alone. A thread adds its rows in order, the warps are added in order, the lanes of a run by a butterfly, and fold.cu adds slices and tiles in order. No atomics.
 
@@ -29,9 +31,7 @@ struct Operand {
     int square;        // 1: sum of squares, 0: plain sum
     int add;           // 1: add to `sums`, 0: overwrite
     int element;       // type of x: 0: T, 1: bfloat16, 2: half
-    int vector;        // 1: x and stride allow accesses of 16 bytes
     A scale;           //
-    int unused;        // keeps the size a multiple of 8
 };
 
 constexpr int OPERANDS = 32;  // fits the 4 KiB of arguments that every device takes
@@ -46,64 +46,95 @@ static_assert(sizeof(ColumnSums) == SIZEOF_ColumnSums, "kernels and cafin_cupy/t
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
-constexpr int UNROLL = 8;  // rows in flight per thread
+constexpr int IN_FLIGHT = 8;  // rows per thread
 
 // Columns of a block.
 template <typename E>
 constexpr int TILE = WARP * NEIGHBOURS<E>;
 
-// Neighbouring elements of a row in one access, or one by one; those behind the last column count as 0.
+static_assert(WARPS * sizeof(Half) % alignof(Pack<Half>) == 0, "all rows of a warp have one alignment");
+
+// Neighbouring elements of a row in one access, or one by one: those of columns in [low, high), 0 for the others.
 template <bool VECTOR, typename E>
-__device__ inline Pack<E> load(const E* row, i64 columns) {
+__device__ inline Pack<E> load(const E* row, i64 low, i64 high) {
     if constexpr (VECTOR) {
         return *reinterpret_cast<const Pack<E>*>(row);
     } else {
         Pack<E> x = {};
         for (int k = 0; k < NEIGHBOURS<E>; ++k)
-            if (k < columns) x.at[k] = row[k];
+            if (low <= k && k < high) x.at[k] = row[k];
         return x;
     }
 }
 
-// Adds COUNT rows, `step` elements apart, to the sums of neighbouring columns.
-template <int COUNT, bool VECTOR, typename E>
-__device__ inline void add_rows(A* sum, const E* x, i64 step, i64 columns, bool square) {
-    Pack<E> rows[COUNT];
-#pragma unroll
-    for (int u = 0; u < COUNT; ++u) rows[u] = load<VECTOR>(x + u * step, columns);
-#pragma unroll
-    for (int u = 0; u < COUNT; ++u)
-        for (int k = 0; k < NEIGHBOURS<E>; ++k) {
-            const A a = value(rows[u].at[k]);
-            sum[k] += square ? a * a : a;
-        }
+template <typename E>
+__device__ inline A term(E x, bool square) {
+    const A a = value(x);
+    return square ? a * a : a;
 }
 
-// Sums of neighbouring columns over every WARPS-th row from `row` on.
-template <bool VECTOR, typename E>
-__device__ inline void sum_rows(const Operand& o, i64 row, i64 end, i64 column, A* sum) {
-    const i64 step = WARPS * o.stride, left = o.columns - column;
-    const E* x = static_cast<const E*>(o.x) + row * o.stride + column;
-    if (left <= 0) return;
-    for (; row + (UNROLL - 1) * WARPS < end; row += UNROLL * WARPS, x += UNROLL * step)
-        add_rows<UNROLL, VECTOR>(sum, x, step, left, o.square);
-    for (; row + (UNROLL / 2 - 1) * WARPS < end; row += UNROLL / 2 * WARPS, x += UNROLL / 2 * step)
-        add_rows<UNROLL / 2, VECTOR>(sum, x, step, left, o.square);
-    for (; row < end; row += WARPS, x += step) add_rows<1, VECTOR>(sum, x, step, left, o.square);
-}
+// What a thread adds of each of its rows: neighbouring columns, and with SHIFTED perhaps one more.
+template <typename E>
+struct Columns {
+    const E* x;           // the first of the neighbours, in the present row
+    const E* more;        // the other one; 0: none
+    i64 step;             // elements between two rows
+    i64 low, high;        // neighbours inside the matrix
+    bool square;
+    A sum[NEIGHBOURS<E>];
+    A sum_more;
+
+    template <int COUNT, bool VECTOR, bool SHIFTED>
+    __device__ void add_rows() {
+        Pack<E> rows[COUNT];
+        E others[COUNT] = {};
+#pragma unroll
+        for (int u = 0; u < COUNT; ++u) {
+            rows[u] = load<VECTOR>(x + u * step, low, high);
+            if (SHIFTED && more) others[u] = more[u * step];
+        }
+#pragma unroll
+        for (int u = 0; u < COUNT; ++u) {
+            for (int k = 0; k < NEIGHBOURS<E>; ++k) sum[k] += term(rows[u].at[k], square);
+            if (SHIFTED) sum_more += term(others[u], square);
+        }
+        x += COUNT * step;
+        if (SHIFTED && more) more += COUNT * step;
+    }
+
+    template <int COUNT, bool VECTOR, bool SHIFTED>
+    __device__ void add(i64 row, i64 end) {
+        for (; row + (COUNT - 1) * WARPS < end; row += COUNT * WARPS) add_rows<COUNT, VECTOR, SHIFTED>();
+        for (; row < end; row += WARPS) add_rows<1, VECTOR, SHIFTED>();
+    }
+};
 
 // Sums of the columns of a tile over the rows of a slice, by warp: partial[warp * tile + column]. Returns the tile's length.
 template <typename E>
 __device__ inline int sum_tile(const Operand& o, int tile, int slice, A* partial) {
+    constexpr int N = NEIGHBOURS<E>, LENGTH = TILE<E>;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const i64 column = i64(tile) * TILE<E> + lane * NEIGHBOURS<E>;
     const i64 row = slice * o.slice + warp;
     const i64 end = min(o.rows, (slice + 1) * o.slice);
-    A sum[NEIGHBOURS<E>] = {};
-    if (o.vector && column + NEIGHBOURS<E> <= o.columns) sum_rows<true, E>(o, row, end, column, sum);
-    else sum_rows<false, E>(o, row, end, column, sum);
-    for (int k = 0; k < NEIGHBOURS<E>; ++k) partial[warp * TILE<E> + lane * NEIGHBOURS<E> + k] = sum[k];
-    return TILE<E>;
+    const i64 left = o.columns - i64(tile) * LENGTH;  // columns from the tile's first to the matrix's last
+    const E* start = static_cast<const E*>(o.x) + row * o.stride + i64(tile) * LENGTH;
+    const int shift = int(reinterpret_cast<u64>(start) / sizeof(E) % N);
+    const int first = lane * N - shift, other = LENGTH - shift + lane;  // columns, counted from the tile's first
+
+    Columns<E> c = {};
+    c.x = start + first;
+    c.more = lane < shift && other < left ? start + other : nullptr;
+    c.step = WARPS * o.stride;
+    c.low = -first, c.high = left - first;
+    c.square = o.square;
+    const bool whole = i64(tile) * LENGTH + first >= 0 && c.high >= N;  // columns before the tile are read in vain
+    if (whole && shift == 0) c.template add<IN_FLIGHT, true, false>(row, end);
+    else if (whole) c.template add<IN_FLIGHT, true, true>(row, end);
+    else if (c.high > 0) c.template add<2, false, true>(row, end);  // at a border
+    for (int k = 0; k < N; ++k)
+        if (first + k >= 0) partial[warp * LENGTH + first + k] = c.sum[k];
+    if (lane < shift) partial[warp * LENGTH + other] = c.sum_more;
+    return LENGTH;
 }
 
 __device__ inline void put(const Operand& o, i64 index, A sum) {

@@ -165,7 +165,10 @@ def test_sixteen_bit_activations_are_read_as_they_are(tmp_path: Path, dtype: tor
     for optimizer in optimizers:
         gather(optimizer, False)  # compiles
         optimizer.zero_grad()
-    assert set(kernels(lambda: gather(optimizers[0], False), tmp_path)) == {"column_sums"}
+    for _ in range(2):  # a process's first profile may be empty
+        optimizers[0].zero_grad()
+        names = kernels(lambda: gather(optimizers[0], False), tmp_path)
+    assert set(names) == {"column_sums"}
     gather(optimizers[1], True)
     for optimizer in optimizers:
         optimizer._factors.update()
