@@ -27,22 +27,29 @@ class Contender:
     Attributes:
         key: its name in the results.
         label: its name in tables and plots.
-        build: model and TCov -> optimizer.
+        build: model, TCov and options -> optimizer.
         samples: whether TCov means anything to it.
         bytes: device memory traffic per float32 parameter that its rule needs; None where nobody counted.
         construct: optimizer and (h, s) by layer name -> a call that makes all factors of one sampled step.
+        capturable: options under which a CUDA graph may capture its step; None where none may.
     """
 
     key: str
     label: str
-    build: Callable[[nn.Module, int], torch.optim.Optimizer]
+    build: Callable[..., torch.optim.Optimizer]
     samples: bool = False
     bytes: int | None = None
     construct: Callable[[Any, Pairs], Callable[[], None]] | None = None
+    capturable: dict[str, Any] | None = None
 
-    def make(self, model: nn.Module, TCov: int = NEVER) -> torch.optim.Optimizer:
+    @property
+    def state(self) -> int | None:
+        """Bytes of state per parameter: what is read and written besides p, which is both, and g, which is read."""
+        return None if self.bytes is None else (self.bytes - 12) // 2
+
+    def make(self, model: nn.Module, TCov: int = NEVER, **options: Any) -> torch.optim.Optimizer:
         """The optimizer of `model` with the learning rate of all contenders."""
-        optimizer = self.build(model, TCov)
+        optimizer = self.build(model, TCov, **options)
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE
         return optimizer
@@ -51,30 +58,27 @@ class Contender:
 def contenders(other: str | None = None) -> list[Contender]:
     """All contenders; `other` is PATH:CLASS of one more."""
     listed = [
-        Contender("ours", "cafin_cupy AdaFisher", _ours, True, 20, _construct_ours),
+        Contender("ours", "cafin_cupy AdaFisher", _ours, True, 20, _construct_ours, {"capturable": True}),
         Contender("eager", "eager AdaFisher", _eager, True, None, _construct_eager),
-        Contender("sgd", "SGD(momentum, fused)", _sgd, False, 20),
-        Contender("adamw", "AdamW(fused)", _adamw, False, 28),
+        Contender("sgd", "SGD(momentum, fused)", _sgd, False, 20, capturable={}),
+        Contender("adamw", "AdamW(fused)", _adamw, False, 28, capturable={"capturable": True}),
     ]
     return listed + ([_other(other)] if other else [])
 
 
-def _fused(model: nn.Module) -> bool:
-    return next(model.parameters()).is_cuda
-
-
 def _sgd(model: nn.Module, TCov: int) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), momentum=0.9, fused=_fused(model))
+    return torch.optim.SGD(model.parameters(), momentum=0.9, fused=True)
 
 
-def _adamw(model: nn.Module, TCov: int) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), fused=_fused(model))
+def _adamw(model: nn.Module, TCov: int, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True, **options)
 
 
-def _ours(model: nn.Module, TCov: int) -> torch.optim.Optimizer:
+def _ours(model: nn.Module, TCov: int, **options: Any) -> torch.optim.Optimizer:
     from cafin_cupy.adapters.torch import AdaFisher
 
-    return AdaFisher(model, TCov=TCov, backend="cuda" if _fused(model) else "reference")
+    backend = "cuda" if next(model.parameters()).is_cuda else "reference"
+    return AdaFisher(model, TCov=TCov, backend=backend, **options)
 
 
 def _eager(model: nn.Module, TCov: int) -> torch.optim.Optimizer:
@@ -87,7 +91,7 @@ def _construct_ours(optimizer: Any, pairs: Pairs) -> Callable[[], None]:
     @torch.no_grad()
     def call() -> None:
         for index, h, s in indexed:
-            optimizer._factors.accumulate(index, h, s)
+            optimizer._factors.defer(index, h, s)
         optimizer._factors.update(1.0)
 
     return call

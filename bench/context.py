@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from . import models
 from .contenders import Contender
 from .timing import Clock
+from .workloads import GPT2, VIT_B16, TransformerSizes, Workload, resnet
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,9 @@ class Sizes:
         inner: steps per sample.
         cycles: blocks of iterations per contender and TCov.
         block: iterations per block, if TCov is not larger.
+        text, vision: the transformers.
         large: number, rows and columns of the large matrices.
+        parameters, tensors, batches: numbers of parameters, of tensors, and of images, over which costs are followed.
         copy: bytes of the copied array.
     """
 
@@ -39,13 +39,43 @@ class Sizes:
     inner: int = 10
     cycles: int = 5
     block: int = 20
+    text: TransformerSizes = GPT2
+    vision: TransformerSizes = VIT_B16
     large: tuple[int, int, int] = (6, 20480, 8192)
+    parameters: tuple[int, ...] = (10**4, 10**5, 10**6, 10**7, 10**8, 10**9, 4 * 10**9)
+    tensors: tuple[int, ...] = (10, 100, 1000, 10000)
+    batches: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512)
     copy: int = 1 << 31
 
 
 FULL = Sizes()
-QUICK = Sizes(rounds=15, cycles=2, block=10)
-SMOKE = Sizes(batch=4, image=8, width=4, rounds=3, inner=2, cycles=1, block=2, large=(2, 64, 96), copy=1 << 20)
+QUICK = Sizes(rounds=15, cycles=2, block=10, parameters=FULL.parameters[:-2], tensors=FULL.tensors[:-1])
+CPU = Sizes(
+    rounds=5,
+    inner=1,
+    cycles=1,
+    block=2,
+    parameters=FULL.parameters[:4],
+    tensors=FULL.tensors[:3],
+    batches=FULL.batches[:3],
+    copy=1 << 28,
+)
+SMOKE = Sizes(
+    batch=4,
+    image=8,
+    width=4,
+    rounds=3,
+    inner=2,
+    cycles=1,
+    block=2,
+    text=TransformerSizes(2, 1, 8, 2, (11, 6)),
+    vision=TransformerSizes(2, 1, 8, 2, (8, 4)),
+    large=(2, 64, 96),
+    parameters=(1000, 10000),
+    tensors=(2, 5),
+    batches=(2, 4),
+    copy=1 << 20,
+)
 TCOVS = (1, 10, 100)
 SMOKE_TCOVS = (1, 2)
 
@@ -63,30 +93,22 @@ class Run:
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
-        self._model = models.resnet18(width=self.sizes.width).to(self.device)
-        self.data = models.batch(self.sizes.batch, self.sizes.image, 10, self.device)
+        self.work = self.resnet(self.sizes.batch)
 
     @property
     def cuda(self) -> bool:
         return self.device.type == "cuda"
 
-    def model(self) -> nn.Module:
-        """A fresh copy of the ResNet."""
-        return copy.deepcopy(self._model)
+    def resnet(self, batch: int) -> Workload:
+        """The ResNet on a batch of this size."""
+        return resnet(batch, self.sizes.image, self.sizes.width, self.device)
 
-    def backward(self, model: nn.Module) -> Tensor:
-        """Forward and backward pass over the batch."""
-        return models.backward(model, *self.data)
-
-    def ready(self, contender: Contender) -> torch.optim.Optimizer:
-        """An optimizer of a fresh model, past its first step (the sampled one), with gradients present."""
-        model = self.model()
-        optimizer = contender.make(model)
-        self.backward(model)
-        for _ in range(3):
-            optimizer.step()
-        self.clock.synchronize()
-        return optimizer
+    def free(self) -> float:
+        """Bytes of device memory that are still to be had; infinite on a CPU, whose sizes are small."""
+        if not self.cuda:
+            return float("inf")
+        self.release()
+        return torch.cuda.mem_get_info(self.device)[0]
 
     @contextlib.contextmanager
     def guard(self, section: str, who: str = "") -> Iterator[None]:
@@ -103,7 +125,7 @@ class Run:
                 }
             )
 
-    def interleave(self, section: str, actions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
+    def interleave(self, section: str, actions: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
         """What `rounds` rounds of all actions returned: each round makes every action once, so that a drift of the
         device meets all alike.  An action that fails is noted and left out from then on."""
         collected: dict[str, list[Any]] = {name: [] for name in actions}

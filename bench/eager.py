@@ -124,17 +124,22 @@ def layer_sums(module: Any, h: Tensor, s: Tensor) -> tuple[Tensor, Tensor, int]:
     """Sums over one pass that add up over passes: of h, of s, and the count that the mean divides by."""
     if isinstance(module, nn.Linear):
         h, s = h.reshape(-1, h.shape[-1]), s.reshape(-1, s.shape[-1])
-        return h.square().sum(0), s.square().sum(0), len(h)
+        return _sum(h.square(), 0), _sum(s.square(), 0), len(h)
     if isinstance(module, nn.Conv2d):
         if isinstance(module.padding, str) or module.padding_mode != "zeros":
             raise ValueError(f"Eager: `padding` of a Conv2d must be numbers of zeros, got {module.padding!r}")
         patches = F.unfold(h, module.kernel_size, module.dilation, module.padding, module.stride)
         patches = patches.view(len(h), module.groups, -1, patches.shape[-1])
-        return patches.square().sum((0, 1, 3)), s.square().sum((0, 2, 3)), len(h) * patches.shape[-1]
+        return _sum(patches.square(), (0, 1, 3)), _sum(s.square(), (0, 2, 3)), len(h) * patches.shape[-1]
     if isinstance(module, nn.BatchNorm2d):
-        return h.sum((0, 2, 3)) / h[0, 0].numel() ** 2, s.sum((0, 2, 3)), len(h)
+        return _sum(h, (0, 2, 3)) / h[0, 0].numel() ** 2, _sum(s, (0, 2, 3)), len(h)
     others = [axis for axis in range(h.dim()) if axis != 1]
-    return h.sum(others) / h[0, 0].numel() ** 2, s.reshape(-1, module.weight.numel()).sum(0), len(h)
+    return _sum(h, others) / h[0, 0].numel() ** 2, _sum(s.reshape(-1, module.weight.numel()), 0), len(h)
+
+
+def _sum(x: Tensor, axes: int | list[int] | tuple[int, ...]) -> Tensor:
+    """Sum that half precision, as autocast leaves it, enters as it is and leaves in float32."""
+    return x.sum(axes, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def layer_moments(module: Any, h: Tensor, s: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     cuda = device.type == "cuda"
     facts: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if cuda else f"CPU ({platform.machine()})",
+        "processor": _processor(),
         "driver": _command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
         "cuda": torch.version.cuda if cuda else None,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
@@ -42,15 +43,15 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def conditions(run: Run, mode: str, tf32: bool) -> dict[str, Any]:
     """What was set, the same for all contenders."""
-    sizes = run.sizes
     return {
         "mode": mode,
-        "model": f"ResNet-18 for {sizes.image}x{sizes.image} images, width {sizes.width}",
-        "batch": sizes.batch,
+        "model": run.work.name,
+        "batch": run.sizes.batch,
         "dtype": "float32",
         "tf32": tf32,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "rounds": sizes.rounds,
+        "threads": None if run.cuda else torch.get_num_threads(),
+        "rounds": run.sizes.rounds,
         "contenders": {contender.key: contender.label for contender in run.contenders},
         "bytes_per_parameter": {contender.key: contender.bytes for contender in run.contenders},
         "data": "normal random numbers",
@@ -60,8 +61,19 @@ def conditions(run: Run, mode: str, tf32: bool) -> dict[str, Any]:
 
 def stem(facts: dict[str, Any], mode: str) -> str:
     """File name of a run's results, without suffix."""
+    if mode == "cpu":
+        return f"{facts['date'][:10]}-cpu"
     device = re.sub(r"[^a-z0-9]+", "-", facts["device"].lower()).strip("-")
     return f"{facts['date'][:10]}-{device}" + ("" if mode == "full" else f"-{mode}")
+
+
+def _processor() -> str | None:
+    """The CPU's name, where Linux tells it."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return found[1].strip() if found else None
 
 
 def _command(*words: str) -> str | None:

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from . import models
-from .contenders import LAYERS, Contender
+from .contenders import Contender
 from .context import Run
 from .timing import Call
 
@@ -31,14 +30,14 @@ def launches(run: Run) -> dict[str, Any]:
 
 
 def _per_call(run: Run, section: str, measure: Any, iterations: bool) -> dict[str, Any]:
-    pairs = models.layer_pairs(run.model(), LAYERS, *run.data)
+    pairs = run.work.pairs()
     figures: dict[str, Any] = {}
     for contender in run.contenders:
         figures[contender.key] = {}
         with run.guard(section, contender.key):
-            figures[contender.key]["step"] = measure(run, run.ready(contender).step)
+            figures[contender.key]["step"] = measure(run, run.work.ready(contender).step)
             if contender.construct is not None:
-                call = contender.construct(contender.make(run.model()), pairs)
+                call = contender.construct(contender.make(run.work.model()), pairs)
                 call()
                 figures[contender.key]["fim"] = measure(run, call)
     if iterations:
@@ -51,14 +50,14 @@ def _per_call(run: Run, section: str, measure: Any, iterations: bool) -> dict[st
 
 
 def _iterations(run: Run, contender: Contender | None) -> dict[str, Any]:
-    model = run.model()
-    run.backward(model)  # what libraries keep from their first use is not the optimizer's
+    model = run.work.model()
+    run.work.backward(model)  # what libraries keep from their first use is not the optimizer's
     model.zero_grad(set_to_none=True)
     before = _held(run)
     optimizer = contender.make(model, 2) if contender else None
 
     def iterate() -> None:
-        run.backward(model)
+        run.work.backward(model)
         if optimizer is not None:
             optimizer.step()
         (optimizer or model).zero_grad(set_to_none=True)

@@ -1,6 +1,9 @@
-"""The networks that are timed: ResNet-18 for CIFAR, a small one of every layer type, a stack of large matrices."""
+"""The networks that are timed: ResNet-18 for CIFAR, transformers for text and images, a small one of every layer type,
+stacks of matrices."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -76,13 +79,91 @@ def mixed(classes: int = 10, width: int = 16) -> nn.Sequential:
     )
 
 
-def matrices(count: int, rows: int, columns: int, device: torch.device) -> nn.ModuleList:
-    """`count` Linear layers (rows, columns) without bias, made on `device`, with random gradients present."""
+class Attention(nn.Module):
+    """Self-attention, (B, T, width) -> (B, T, width)."""
+
+    def __init__(self, width: int, heads: int, causal: bool):
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = self.qkv(x).unflatten(2, (3, self.heads, -1))  # (B, T, 3, heads, width / heads)
+        q, k, v = split.permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+class TransformerBlock(nn.Module):
+    """Attention and a two-layer perceptron, each behind a LayerNorm and beside a shortcut."""
+
+    def __init__(self, width: int, heads: int, causal: bool):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads, causal)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def trunk(depth: int, width: int, heads: int, causal: bool) -> nn.Sequential:
+    """`depth` blocks and the last LayerNorm."""
+    return nn.Sequential(*(TransformerBlock(width, heads, causal) for _ in range(depth)), nn.LayerNorm(width))
+
+
+class Decoder(nn.Module):
+    """A GPT-2: tokens (B, context) -> logits (B * context, vocabulary). The head's weight is the token embedding."""
+
+    def __init__(self, depth: int, width: int, heads: int, vocabulary: int, context: int):
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(0.02 * torch.randn(context, width))
+        self.trunk = trunk(depth, width, heads, causal=True)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.trunk(self.tokens(tokens) + self.positions)).flatten(0, 1)
+
+
+class VisionTransformer(nn.Module):
+    """A ViT: images (B, 3, image, image) -> logits (B, classes), read from the class token."""
+
+    def __init__(self, depth: int, width: int, heads: int, image: int, patch: int, classes: int):
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(0.02 * torch.randn((image // patch) ** 2 + 1, width))
+        self.trunk = trunk(depth, width, heads, causal=False)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], dim=1) + self.positions
+        return self.head(self.trunk(x)[:, 0])
+
+
+def matrices(shapes: Sequence[tuple[int, int]], device: torch.device) -> nn.ModuleList:
+    """A Linear layer without bias for each (rows, columns), made on `device`, with random gradients present."""
     with torch.device(device):
-        stack = nn.ModuleList(nn.Linear(columns, rows, bias=False) for _ in range(count))
+        stack = nn.ModuleList(nn.Linear(columns, rows, bias=False) for rows, columns in shapes)
     for p in stack.parameters():
         p.grad = torch.randn_like(p).mul_(0.01)
     return stack
+
+
+def feed(stack: nn.ModuleList) -> None:
+    """Forward and backward pass through every layer of `matrices`, which leaves their gradients alone: for the factors
+    of a sampled step."""
+    layers = [layer for layer in stack if isinstance(layer, nn.Linear)]
+    inputs = [torch.randn(8, p.shape[1], device=p.device, requires_grad=True) for p in stack.parameters()]
+    loss = torch.stack([layer(x).square().mean() for layer, x in zip(layers, inputs)]).sum()
+    torch.autograd.grad(loss, inputs)
 
 
 def batch(size: int, image: int, classes: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -90,15 +171,18 @@ def batch(size: int, image: int, classes: int, device: torch.device) -> tuple[Te
     return torch.randn(size, 3, image, image, device=device), torch.randint(classes, (size,), device=device)
 
 
-def backward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Forward and backward pass; the loss."""
-    loss = F.cross_entropy(model(x), y)
+def backward(model: nn.Module, x: Tensor, y: Tensor, autocast: bool = False) -> Tensor:
+    """Forward and backward pass, the forward one in bfloat16 where autocast allows it; the loss."""
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+        loss = F.cross_entropy(model(x), y)
     loss.backward()
     return loss.detach()
 
 
-def layer_pairs(model: nn.Module, types: tuple[type[nn.Module], ...], x: Tensor, y: Tensor) -> Pairs:
-    """(h, s) of every layer of one forward and backward pass, copied with their memory layout, by module name."""
+def layer_pairs(
+    model: nn.Module, types: tuple[type[nn.Module], ...], x: Tensor, y: Tensor, autocast: bool = False
+) -> Pairs:
+    """(h, s) of every layer of one forward and backward pass, copied with memory layout and dtype, by module name."""
     inputs: dict[str, Tensor] = {}
     pairs: Pairs = {}
 
@@ -113,7 +197,7 @@ def layer_pairs(model: nn.Module, types: tuple[type[nn.Module], ...], x: Tensor,
         return keep_input
 
     handles = [m.register_forward_hook(watch(n)) for n, m in model.named_modules() if isinstance(m, types)]
-    backward(model, x, y)
+    backward(model, x, y, autocast)
     for handle in handles:
         handle.remove()
     return {name: pairs[name] for name in inputs}

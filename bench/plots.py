@@ -1,4 +1,4 @@
-"""Plots of a run: step, construction of the factors, iteration by TCov."""
+"""Plots of a run: step, construction of the factors, iteration by TCov, growth."""
 
 from __future__ import annotations
 
@@ -18,23 +18,42 @@ OURS, THEIRS, FLOOR = "#1f6f5c", "#b8c0c6", "#c0392b"
 SHADES = ["#d9dee2", "#b8c0c6", "#8f9aa3", "#6b7780"]
 
 
+Plot = Callable[[Any, Any, Record], None]
+
+
 def draw(record: Record, path: Path) -> list[Path]:
     """Write `<stem>-<section>.png` beside `path` for every section that has figures."""
     drawn = []
-    for name, plot in PLOTS.items():
-        data = section_data(record, name)
-        if data and (data.get("contenders") or data.get("tracks")):
-            figure, axes = pyplot.subplots(figsize=(7.2, 3.2), layout="constrained")
-            try:
+    for name, panels in _panels(record).items():
+        size = (7.2, 3.2 * len(panels))
+        figure, rows = pyplot.subplots(len(panels), figsize=size, layout="constrained", squeeze=False)
+        try:
+            for axes, (plot, data) in zip(rows[:, 0], panels, strict=True):
                 plot(axes, data, record)
                 axes.spines[["top", "right"]].set_visible(False)
-                figure.text(1, 0, record["environment"]["device"], ha="right", va="bottom", fontsize=7, color="#6b7780")
-                target = path.with_name(f"{path.stem}-{name}.png")
-                figure.savefig(target, dpi=144)
-            finally:
-                pyplot.close(figure)
-            drawn.append(target)
+            figure.text(1, 0, record["environment"]["device"], ha="right", va="bottom", fontsize=7, color="#6b7780")
+            target = path.with_name(f"{path.stem}-{name}.png")
+            figure.savefig(target, dpi=144)
+        finally:
+            pyplot.close(figure)
+        drawn.append(target)
     return drawn
+
+
+def _panels(record: Record) -> dict[str, list[tuple[Plot, Any]]]:
+    """What there is to draw: for each section its plots, one below the other, and the figures of each."""
+    of = {name: section_data(record, name) for name in (*PLOTS, "transformer", "vit", "growth")}
+    wanted: dict[str, list[tuple[Plot, Any]]] = {name: [(plot, of[name])] for name, plot in PLOTS.items()}
+    for name in ("transformer", "vit"):
+        wanted[name] = [(PLOTS[part], of[name].get(part)) for part in ("step", "fim", "iteration")]
+    growth = {"parameters": _parameters, "tensors": _tensors, "batch": _batch}
+    wanted["growth"] = [(plot, of["growth"].get(part)) for part, plot in growth.items()]
+    kinds = ("contenders", "tracks", "rows")
+    found = {
+        name: [(plot, data) for plot, data in plots if data and any(map(data.get, kinds))]
+        for name, plots in wanted.items()
+    }
+    return {name: plots for name, plots in found.items() if plots}
 
 
 def _floor(record: Record, moved: float) -> float | None:
@@ -77,6 +96,9 @@ def _fim(axes: Any, data: Any, record: Record) -> None:
     bars = {label(record, key): times["device"] for key, times in data["contenders"].items()}
     if isinstance(data["ours_captured"], dict):
         bars[f"{label(record, 'ours')}, CUDA graph"] = data["ours_captured"]
+    half = data.get("bf16") or {}
+    if "times" in half:
+        bars[f"{label(record, 'ours')}, bfloat16"] = half["times"]["device"]
     _bars(axes, record, bars, _floor(record, data["bytes"]), "device µs for the factors of all layers")
 
 
@@ -101,4 +123,52 @@ def _iteration(axes: Any, data: Any, record: Record) -> None:
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
-PLOTS: dict[str, Callable[[Any, Any, Record], None]] = {"step": _step, "fim": _fim, "iteration": _iteration}
+def _line(axes: Any, xs: list[float], ys: list[float], key: str, name: str, dash: str = "-") -> None:
+    color = {"ours": OURS, "copy": FLOOR, "sgd": SHADES[2], "adamw": SHADES[3]}.get(key, SHADES[1])
+    axes.plot(xs, ys, dash, color=color, linewidth=2 if key == "ours" else 1.2, marker="o", markersize=3, label=name)
+
+
+def _copy_line(axes: Any, record: Record, xs: list[float], moved: list[float]) -> None:
+    floors = [_floor(record, size) for size in moved]
+    if floors and floors[0] is not None:
+        axes.plot(xs, floors, "--", color=FLOOR, linewidth=1, label="copy speed")
+
+
+def _finish(axes: Any, x: str, y: str) -> None:
+    axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _by_size(axes: Any, data: Any, record: Record, size: str, ways: dict[str, str]) -> None:
+    """A line for each contender and way of timing a step, over the size; `ways` has the dash of each."""
+    rows = [row for row in data["rows"] if row["contenders"]]
+    for key in dict.fromkeys(key for row in rows for key in row["contenders"]):
+        for way, dash in ways.items():
+            own = [row for row in rows if way in row["contenders"].get(key, {})]
+            name = label(record, key) + (f", {way}" if len(ways) > 1 else "")
+            if own:
+                ys = [row["contenders"][key][way]["median"] for row in own]
+                _line(axes, [row[size] for row in own], ys, key, name, dash)
+    each = record["conditions"]["bytes_per_parameter"]["ours"]
+    _copy_line(axes, record, [row[size] for row in rows], [each * row["parameters"] for row in rows])
+
+
+def _parameters(axes: Any, data: Any, record: Record) -> None:
+    _by_size(axes, data, record, "parameters", {"device": "-"})
+    _finish(axes, "parameters, in two matrices", "device µs per step")
+
+
+def _tensors(axes: Any, data: Any, record: Record) -> None:
+    _by_size(axes, data, record, "tensors", {"device": "-", "host": ":"})
+    _finish(axes, "tensors of 1,024 elements", "µs per step")
+
+
+def _batch(axes: Any, data: Any, record: Record) -> None:
+    xs = [row["batch"] for row in data["rows"]]
+    name = label(record, "ours") + (", CUDA graph" if data["captured"] else "")
+    _line(axes, xs, [row["time"]["median"] for row in data["rows"]], "ours", name)
+    _copy_line(axes, record, xs, [row["bytes"] for row in data["rows"]])
+    _finish(axes, "batch of the ResNet", "µs for all factors")
+
+
+PLOTS: dict[str, Plot] = {"step": _step, "fim": _fim, "iteration": _iteration, "graphs": _iteration}

@@ -82,8 +82,9 @@ def replace_section(readme: Path, text: str) -> None:
 
 
 def newest(folder: Path = RESULTS) -> Path:
-    """The results written last."""
-    found = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    """The results written last; profiles are none."""
+    runs = [path for path in folder.glob("*.json") if not path.stem.endswith("-ncu")]
+    found = sorted(runs, key=lambda path: path.stat().st_mtime)
     if not found:
         raise ValueError(f"bench.report: `results` must be a file of `python -m bench`, got none in {folder}")
     return found[-1]

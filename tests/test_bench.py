@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,13 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))  # bench is no part of the installed package
 
-from bench import models, report  # noqa: E402
+from bench import growth, report  # noqa: E402
+from bench.__main__ import SECTIONS, arguments, plan  # noqa: E402
 from bench.accuracy import error  # noqa: E402
+from bench.brief import brief  # noqa: E402
+from bench.context import SMOKE  # noqa: E402
 from bench.eager import Eager, average, layer_moments, layer_sums  # noqa: E402
-from bench.timing import cycle, summary  # noqa: E402
+from bench.environment import stem  # noqa: E402
 
 CASES = ["mlp", "mlp_decoupled", "mlp_l2_tcov3", "small_gradients", "cnn_bn", "cnn_groups", "transformer_mlp"]
 TOLERANCE = 1e-5
@@ -134,21 +138,12 @@ def test_eager_samples_only_every_TCov_th_step():
     assert changed == [True, False, False, True, False, False, True]
 
 
-def test_resnet_has_the_size_it_is_known_for():
-    assert sum(p.numel() for p in models.resnet18().parameters()) == 11_173_962
-
-
-def test_summary_is_the_order_statistics():
-    figure = summary([5.0, 1.0, 4.0, 2.0, 3.0, 6.0])
-    assert figure == {"median": 3.5, "min": 1.0, "p20": 2.0, "p80": 5.0, "samples": 6, "unit": "us"}
-
-
-def test_cycle_takes_turns():
-    made = []
-    call = cycle([lambda: made.append("a"), lambda: made.append("b")])
-    for _ in range(3):
-        call()
-    assert made == ["a", "b", "a"]
+def test_eager_sums_half_precision_in_float32():
+    torch.manual_seed(0)
+    module, h, s = nn.Linear(5, 3), torch.randn(4096, 5).bfloat16(), torch.randn(4096, 3).bfloat16()
+    for got, want in zip(layer_sums(module, h, s)[:2], layer_sums(module, h.double(), s.double())[:2]):
+        assert got.dtype is torch.float32
+        assert error(got, want) < 1e-3  # each square is rounded to 2**-9; in bfloat16 sums would be off by that
 
 
 def command(*words, module="bench"):
@@ -173,17 +168,25 @@ def test_smoke_run(tmp_path):
     check_errors(record["sections"]["accuracy"]["data"]["contenders"])
     page = path.with_suffix(".md").read_text()
     assert "| cafin_cupy AdaFisher |" in page
-    for heading in ("Copy speed", "Optimizer step", "Construction of all factors", "Whole iteration"):
+    for heading in (
+        "Copy speed",
+        "Optimizer step",
+        "Construction of all factors",
+        "Whole iteration",
+        "GPT-2",
+        "Growth",
+    ):
         assert f"### {heading}\n" in page
+    assert "| cafin_cupy AdaFisher, bfloat16 |" in page
     text = readme.read_text()
     assert text.startswith(f"before\n{report.BEGIN}\n") and text.endswith(f"{report.END}\nafter\n")
     assert "old" not in text
-    for plot in ("step", "fim", "iteration"):
+    for plot in ("step", "fim", "iteration", "transformer", "vit", "growth"):
         picture = path.with_name(f"{path.stem}-{plot}.png")
         assert picture.read_bytes().startswith(b"\x89PNG")
         assert f"({picture.name})" in page
     assert f"(out/{path.stem}-step.png)" in text and f"(out/{path.stem}.md)" in text
-    assert "| cafin_cupy AdaFisher |" in text
+    assert "| cafin_cupy AdaFisher |" in text and "GPT-2: iteration ms" in text
     path.with_suffix(".md").unlink()
     assert report.main([str(path)]) == 0
     assert path.with_suffix(".md").read_text() == page
@@ -196,8 +199,10 @@ def check_results(record):
     assert record["conditions"]["tf32"] is False
     sections = record["sections"]
     status = {name: section["status"] for name, section in sections.items()}
-    timed = ("copy", "step", "fim", "iteration", "accuracy", "large")
-    assert status == {**dict.fromkeys(timed, "ok"), "memory": "not applicable", "launches": "not applicable"}
+    assert status == {
+        **dict.fromkeys(SECTIONS, "ok"),
+        **dict.fromkeys(("graphs", "memory", "launches"), "not applicable"),
+    }
     assert set(sections["step"]["data"]["contenders"]) == {"ours", "eager", "sgd", "adamw", "other"}
     assert set(sections["fim"]["data"]["contenders"]) == {"ours", "eager"}
     assert sections["fim"]["data"]["layers"] == 41
@@ -207,6 +212,20 @@ def check_results(record):
     for times in sections["step"]["data"]["contenders"].values():
         figure = times["device"]
         assert 0 < figure["min"] <= figure["p20"] <= figure["median"] <= figure["p80"]
+    for name in ("transformer", "vit"):
+        data = sections[name]["data"]
+        assert set(data["step"]["contenders"]) == {"ours", "eager", "sgd", "adamw", "other"}
+        assert set(data["fim"]["contenders"]) == {"ours", "eager"}
+        assert set(data["fim"]["dtypes"]) == {"float32", "bfloat16"}
+        tracks = [(track["contender"], track["TCov"]) for track in data["iteration"]["tracks"]]
+        assert tracks == [("none", None), ("ours", 1), ("ours", 2), ("sgd", None), ("adamw", None), ("other", None)]
+    grown = sections["growth"]["data"]
+    assert [row["tensors"] for row in grown["tensors"]["rows"]] == list(SMOKE.tensors)
+    assert [row["batch"] for row in grown["batch"]["rows"]] == list(SMOKE.batches)
+    for row in grown["parameters"]["rows"]:
+        assert set(row["contenders"]) == {"ours", "sgd", "adamw"}
+        assert 0 < row["error"] <= growth.TOLERANCE
+    assert sections["first"]["data"]["import"]["samples"] == 5
 
 
 def check_errors(found):
@@ -249,3 +268,28 @@ def test_a_failing_contender_fails_alone(tmp_path):
 def test_an_unknown_section_is_refused():
     done = command("--device", "cpu", "--sections", "stepp")
     assert done.returncode == 2 and "stepp" in done.stderr
+
+
+def test_the_real_sizes_on_a_cpu():
+    words = ["--device", "cpu", "--full", "--threads", "2"]
+    mode, sizes = plan(arguments(words), cuda=False)
+    assert (mode, sizes.image, sizes.width) == ("cpu", 32, 64) and sizes.batch in (32, 128)
+    assert stem({"date": "2026-11-30T00:00:00", "device": "CPU (x86_64)"}, mode) == "2026-11-30-cpu"
+    assert plan(arguments(["--device", "cpu"]), cuda=False) == ("smoke", SMOKE)
+
+
+def test_no_threads_are_refused():
+    done = command("--device", "cpu", "--threads", "0")
+    assert done.returncode == 2 and "--threads" in done.stderr
+
+
+def test_earlier_results_still_render(tmp_path):
+    """Those of before graphs, transformers and growth, too."""
+    pytest.importorskip("matplotlib")
+    for results in (ROOT / "bench" / "results").glob("*h200.json"):
+        path = tmp_path / results.name
+        shutil.copy(results, path)
+        written = report.write(path)
+        assert {file.name for file in written} >= {f"{path.stem}.md", f"{path.stem}-step.png"}
+        text = brief(json.loads(path.read_text()), "page", [])
+        assert text.count("| cafin_cupy AdaFisher |") >= 1
