@@ -233,12 +233,10 @@ class AdaFisher(torch.optim.Optimizer):
     def _defers(self) -> bool:
         """Arrange that what waits is read before `backward` returns, and a script may overwrite its input; False where
         that is not possible. Autograd changes no gradient in place that someone holds."""
-        if _backward_number is None:
+        number = _backward_number() if _backward_number is not None else -1
+        if number < 0:  # outside of a backward pass
             return False
-        number = _backward_number()
         if number != self._flushed_after:
-            if number < 0:  # called outside of a backward pass
-                return False
             torch.autograd.Variable._execution_engine.queue_callback(self._factors.flush)
             self._flushed_after = number
         return True

@@ -92,7 +92,7 @@ class Clock:
         """`host` is what one call costs the host: it sets the delay."""
         if not self.cuda:
             return self.wall(call, inner)
-        return self._events(call, inner, min(1.5 * inner * host + 200.0, DELAY_LIMIT))
+        return self._events(call, inner, min(2.5 * inner * host + 500.0, DELAY_LIMIT))
 
     def streamed(self, call: Call, inner: int = 1) -> float:
         """Calls back to back."""

@@ -38,6 +38,7 @@ COLUMN_SUMS_BLOCK = 256  # as in column_sums.cu
 ELEMENTS = {"float32": 0, "bfloat16": 1, "float16": 2}  # what column_sums reads, by its number there
 ENOUGH_BLOCKS = 264  # split long batches until a launch has so many; a constant, so results agree across GPUs
 LEAST_ROWS = 128  # per block, so that partial sums stay few
+FEW_ROWS = 64  # below, a block covers more columns
 BATCH_BYTES = 64 << 20  # of arrays that wait for one launch: enough to make little of its start and end
 FOLD_BLOCK, FOLD_LANES = 256, 8  # as in fold.cu
 AVERAGE_BLOCK = 1024  # as in average.cu
@@ -108,17 +109,20 @@ class _Half:
         self.blocks = 0
         self.fold_blocks = 0
 
-    def plan(self, columns: Columns, laid: Matrix, dtype: str) -> None:
+    def plan(self, columns: Columns, laid: Matrix, dtype: str, aligned: bool) -> None:
         """Describe arrays of this geometry to the kernels, and provide the workspace."""
         width = laid.segments * laid.run
-        tile = table.TILE if dtype == "float32" else 2 * table.TILE
+        wide, neighbours = laid.rows < FEW_ROWS, 16 // item_size(dtype)
+        tile = table.WIDE if wide else 32 * neighbours
+        if not aligned:
+            tile -= neighbours
         tiles = -(-width // tile)
         slices, height = split(laid.rows, tiles)
         parts = 1 if laid.run == 1 else (laid.run - 1) // tile + 2
         self.memory, ptr = allocate(self.like, 4 * slices * parts * laid.segments)
         self.operand[...] = (
             *(0, ptr, laid.rows, laid.stride, width, laid.run, height, 0),
-            *(tiles, slices, parts, columns.power == 2, 0, ELEMENTS[dtype], columns.scale),
+            *(tiles, slices, parts, columns.power == 2, 0, ELEMENTS[dtype], wide, tile, columns.scale),
         )
         self.blocks = tiles * slices
         job, image = self.job, columns.patches
@@ -169,6 +173,7 @@ class _Sums:
         self.layer: Any = None  # and
         self.unchanged: Unchanged | None = None  # know what `operands` describes
         self.laid: Any = None  # how they lie in memory
+        self.aligned = [False, False]  # rows start at multiples of 16 bytes
         self.unfolded = False  # partial sums wait in the workspace
         self.folded = False  # earlier partial sums of this step are in `sums`
         self.count = 0  # what the sums will be divided by
@@ -176,10 +181,14 @@ class _Sums:
         self.bytes = 0  # that one call reads
         self.version = 0  # changes with `laid`
 
-    def point(self, h: int, s: int) -> None:
-        """Let `operands` read arrays at these addresses."""
+    def point(self, h: int, s: int) -> bool:
+        """Let `operands` read arrays at these addresses; False if they do not allow the accesses of 16 bytes that are
+        planned."""
+        if (h | s) % 16 and ((self.aligned[0] and h % 16) or (self.aligned[1] and s % 16)):
+            return False
         self._x[0], self._x[1] = h, s
         self._add[:] = self.unfolded
+        return True
 
     def start_at(self, block: int) -> int:
         """Let the first block be this one of a launch, and return the one behind the last."""
@@ -238,9 +247,8 @@ class CudaFactors(Factors):
         stream = current_stream(h, self.device)
         if self._waiting and (stream != self._waiting_on or any(waits is sums for waits, _, _ in self._waiting)):
             self.flush()
-        if sums.unchanged is not None and layer is sums.layer and sums.unchanged((h, s)):
-            sums.point(h.data_ptr(), s.data_ptr())  # torch's tensors
-        else:
+        known = sums.unchanged is not None and layer is sums.layer and sums.unchanged((h, s))
+        if not (known and sums.point(h.data_ptr(), s.data_ptr())):  # known are torch's tensors only
             first, second = self._checked(layer, "h", h), self._checked(layer, "s", s)
             layer.check(first.shape, second.shape)
             if first.size == 0 or second.size == 0:
@@ -294,16 +302,17 @@ class CudaFactors(Factors):
                 how = matrix(arrays[place], columns)
             assert how is not None  # contiguous by now
             laid.append(how)
-        geometry = plans, laid, h.dtype, s.dtype
+        aligned = [(v.ptr | how.stride * item_size(v.dtype)) % 16 == 0 for v, how in zip(arrays, laid)]
+        geometry = plans, laid, h.dtype, s.dtype, aligned
         if geometry != sums.laid:
             if sums.unfolded:
                 self._fold_all(stream)
             sums.laid = None  # known again once both arrays are described
-            for place, (half, columns, how, v) in enumerate(zip(sums.halves, plans, laid, (h, s))):
+            for place, (half, columns, how, v) in enumerate(zip(sums.halves, plans, laid, arrays)):
                 self._retire(half.memory)
-                half.plan(columns, how, v.dtype)
+                half.plan(columns, how, v.dtype, aligned[place])
                 sums.operands[place] = half.operand
-            sums.laid = geometry
+            sums.laid, sums.aligned = geometry, aligned
             sums.bytes = sum(v.size * item_size(v.dtype) for v in (h, s))
             sums.version += 1
         sums.per_call = layer.count(h.shape, s.shape)

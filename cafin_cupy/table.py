@@ -16,7 +16,7 @@ import numpy as np
 from .arrays import allocate, on_device
 from .errors import BackendError
 
-TILE = 128  # columns of a block of column_sums, in float32; twice as many in 16-bit types
+TILE, WIDE = 128, 512  # columns that a block of column_sums reads; TILE is in float32, twice as many in 16-bit types
 CHUNK = 4096  # elements of a block of the update
 OPERANDS = 32  # arrays in one launch of column_sums
 WORDS = 504  # room for scalars and addresses in the arguments of an update, in 8 bytes
@@ -36,7 +36,7 @@ def _fields(kind: str, names: str) -> dict[str, str]:
 Operand = _struct(
     **_fields(_PTR, "x sums"),
     **_fields(_LONG, "rows stride columns run slice"),
-    **_fields(_INT, "first tiles slices parts square add element"),
+    **_fields(_INT, "first tiles slices parts square add element wide length"),
     scale=_REAL,
 )
 ColumnSums = np.dtype([("operand", Operand, OPERANDS), ("count", _INT), ("unused", _INT)], align=True)

@@ -8,9 +8,11 @@
 // The arrays may be of 16-bit floats: they are read as they lie and added in A.
 //
 // A block reads a slice of the rows over a tile of columns: a warp a row, a thread 16 bytes of it, so a tile has 128
-// columns of floats, or 256 of 16-bit floats. Bytes: each element once; the results are smaller by the number of rows.
+// columns of floats, or 256 of 16-bit floats, and WIDE columns where rows are few, so that a block has enough to read.
+// Bytes: each element once; the results are smaller by the number of rows.
 // Rows need not start at multiples of 16 bytes: a warp's rows are WARPS apart, so all start at one place between two such
-// multiples, and the warp shifts its window to the one before; the last columns of its tile are then read one by one.
+// multiples, and the warp shifts its window to the one before. A tile then has fewer columns by one thread's share, so
+// that the window still holds it.
 //
 // Order of summation: fixed by shape and type alone. A thread adds its rows in order, the warps are added in order, the lanes of a run by a butterfly, and fold.cu adds slices and tiles in order. No atomics.
 
@@ -31,6 +33,8 @@ struct Operand {
     int square;        // 1: sum of squares, 0: plain sum
     int add;           // 1: add to `sums`, 0: overwrite
     int element;       // type of x: 0: T, 1: bfloat16, 2: half
+    int wide;          // 1: a block reads WIDE columns
+    int length;        // columns of a tile: what a block reads, less a thread's share if rows are not aligned
     A scale;           //
 };
 
@@ -48,7 +52,9 @@ constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
 constexpr int IN_FLIGHT = 8;  // rows per thread
 
-// Columns of a block.
+constexpr int WIDE = 512;
+
+// Columns of a warp's access.
 template <typename E>
 constexpr int TILE = WARP * NEIGHBOURS<E>;
 
@@ -56,7 +62,7 @@ static_assert(WARPS * sizeof(Half) % alignof(Pack<Half>) == 0, "all rows of a wa
 
 // Neighbouring elements of a row in one access, or one by one: those of columns in [low, high), 0 for the others.
 template <bool VECTOR, typename E>
-__device__ inline Pack<E> load(const E* row, i64 low, i64 high) {
+__device__ inline Pack<E> load(const E* row, int low, int high) {
     if constexpr (VECTOR) {
         return *reinterpret_cast<const Pack<E>*>(row);
     } else {
@@ -73,68 +79,76 @@ __device__ inline A term(E x, bool square) {
     return square ? a * a : a;
 }
 
-// What a thread adds of each of its rows: neighbouring columns, and with SHIFTED perhaps one more.
-template <typename E>
+// What a thread adds of each of its rows: SPAN packs of neighbouring columns.
+template <typename E, int SPAN>
 struct Columns {
-    const E* x;           // the first of the neighbours, in the present row
-    const E* more;        // the other one; 0: none
-    i64 step;             // elements between two rows
-    i64 low, high;        // neighbours inside the matrix
+    const E* x;       // the first pack, in the present row
+    i64 step;         // elements between two rows
+    int low, high;    // columns of the matrix, counted from x; WIDE stands for more
     bool square;
-    A sum[NEIGHBOURS<E>];
-    A sum_more;
+    Pack<A> sum[SPAN][NEIGHBOURS<E> / NEIGHBOURS<A>];
 
-    template <int COUNT, bool VECTOR, bool SHIFTED>
+    template <int COUNT, bool VECTOR>
     __device__ void add_rows() {
-        Pack<E> rows[COUNT];
-        E others[COUNT] = {};
+        Pack<E> packs[COUNT][SPAN];
 #pragma unroll
-        for (int u = 0; u < COUNT; ++u) {
-            rows[u] = load<VECTOR>(x + u * step, low, high);
-            if (SHIFTED && more) others[u] = more[u * step];
-        }
+        for (int u = 0; u < COUNT; ++u)
+            for (int j = 0; j < SPAN; ++j)
+                packs[u][j] = load<VECTOR>(x + u * step + j * TILE<E>, low - j * TILE<E>, high - j * TILE<E>);
 #pragma unroll
-        for (int u = 0; u < COUNT; ++u) {
-            for (int k = 0; k < NEIGHBOURS<E>; ++k) sum[k] += term(rows[u].at[k], square);
-            if (SHIFTED) sum_more += term(others[u], square);
-        }
+        for (int u = 0; u < COUNT; ++u)
+            for (int j = 0; j < SPAN; ++j)
+                for (int k = 0; k < NEIGHBOURS<E>; ++k)
+                    sum[j][k / NEIGHBOURS<A>].at[k % NEIGHBOURS<A>] += term(packs[u][j].at[k], square);
         x += COUNT * step;
-        if (SHIFTED && more) more += COUNT * step;
     }
 
-    template <int COUNT, bool VECTOR, bool SHIFTED>
+    template <int COUNT, bool VECTOR>
     __device__ void add(i64 row, i64 end) {
-        for (; row + (COUNT - 1) * WARPS < end; row += COUNT * WARPS) add_rows<COUNT, VECTOR, SHIFTED>();
-        for (; row < end; row += WARPS) add_rows<1, VECTOR, SHIFTED>();
+        for (; row + (COUNT - 1) * WARPS < end; row += COUNT * WARPS) add_rows<COUNT, VECTOR>();
+        for (; row < end; row += WARPS) add_rows<1, VECTOR>();
     }
 };
 
-// Sums of the columns of a tile over the rows of a slice, by warp: partial[warp * tile + column]. Returns the tile's length.
-template <typename E>
-__device__ inline int sum_tile(const Operand& o, int tile, int slice, A* partial) {
-    constexpr int N = NEIGHBOURS<E>, LENGTH = TILE<E>;
+// What the warps of a block have found of its columns.
+struct Partial {
+    Pack<A> sums[WARPS][WIDE / NEIGHBOURS<A>];
+    int shift[WARPS];  // of each warp's window
+
+    __device__ A at(int warp, int column) const {
+        return reinterpret_cast<const A*>(sums[warp])[column + shift[warp]];
+    }
+};
+
+// Sums of a block's columns over its rows, by warp.
+template <typename E, int SPAN>
+__device__ inline void sum_tile(const Operand& o, int tile, int slice, Partial& partial) {
+    constexpr int N = NEIGHBOURS<E>, PACKS = N / NEIGHBOURS<A>;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const i64 row = slice * o.slice + warp;
     const i64 end = min(o.rows, (slice + 1) * o.slice);
-    const i64 left = o.columns - i64(tile) * LENGTH;  // columns from the tile's first to the matrix's last
-    const E* start = static_cast<const E*>(o.x) + row * o.stride + i64(tile) * LENGTH;
+    const i64 begin = i64(tile) * o.length;
+    const E* start = static_cast<const E*>(o.x) + row * o.stride + begin;
     const int shift = int(reinterpret_cast<u64>(start) / sizeof(E) % N);
-    const int first = lane * N - shift, other = LENGTH - shift + lane;  // columns, counted from the tile's first
+    const int first = lane * N - shift;  // column, counted from `begin`
 
-    Columns<E> c = {};
+    Columns<E, SPAN> c = {};
     c.x = start + first;
-    c.more = lane < shift && other < left ? start + other : nullptr;
     c.step = WARPS * o.stride;
-    c.low = -first, c.high = left - first;
+    c.low = int(max(-begin - first, i64(-WIDE)));  // columns before the tile's are read in vain
+    c.high = int(min(o.columns - begin - first, i64(WIDE)));
     c.square = o.square;
-    const bool whole = i64(tile) * LENGTH + first >= 0 && c.high >= N;  // columns before the tile are read in vain
-    if (whole && shift == 0) c.template add<IN_FLIGHT, true, false>(row, end);
-    else if (whole) c.template add<IN_FLIGHT, true, true>(row, end);
-    else if (c.high > 0) c.template add<2, false, true>(row, end);  // at a border
-    for (int k = 0; k < N; ++k)
-        if (first + k >= 0) partial[warp * LENGTH + first + k] = c.sum[k];
-    if (lane < shift) partial[warp * LENGTH + other] = c.sum_more;
-    return LENGTH;
+    if (c.low <= 0 && c.high >= (SPAN - 1) * TILE<E> + N) c.template add<IN_FLIGHT / SPAN, true>(row, end);
+    else if (c.high > 0) c.template add<(SPAN == 1 ? 4 : 1), false>(row, end);  // at a border
+    for (int j = 0; j < SPAN; ++j)
+        for (int q = 0; q < PACKS; ++q) partial.sums[warp][(j * WARP + lane) * PACKS + q] = c.sum[j][q];
+    if (lane == 0) partial.shift[warp] = shift;
+}
+
+template <typename E>
+__device__ inline void sum_block(const Operand& o, int tile, int slice, Partial& partial) {
+    if (o.wide) sum_tile<E, WIDE / TILE<E>>(o, tile, slice, partial);
+    else sum_tile<E, 1>(o, tile, slice, partial);
 }
 
 __device__ inline void put(const Operand& o, i64 index, A sum) {
@@ -143,8 +157,8 @@ __device__ inline void put(const Operand& o, i64 index, A sum) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4) column_sums(const ColumnSums args) {
-    __shared__ A partial[WARPS * TILE<Half>];
-    __shared__ A total[TILE<Half>];
+    __shared__ Partial partial;
+    __shared__ A total[WIDE];
     wait_for_previous_launch();
     allow_next_launch();
 
@@ -154,21 +168,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) column_sums(const Colum
     const int block = blockIdx.x - o.first;
     const int tile = block % o.tiles;
     const int slice = block / o.tiles;
-    const int length = o.element == 0   ? sum_tile<T>(o, tile, slice, partial)
-                       : o.element == 1 ? sum_tile<Bfloat16>(o, tile, slice, partial)
-                                        : sum_tile<Half>(o, tile, slice, partial);
+    if (o.element == 0) sum_block<T>(o, tile, slice, partial);
+    else if (o.element == 1) sum_block<Bfloat16>(o, tile, slice, partial);
+    else sum_block<Half>(o, tile, slice, partial);
+    const int length = o.length;
     const i64 begin = i64(tile) * length;
     __syncthreads();
 
-    if (threadIdx.x < length) {
+    for (int column = threadIdx.x; column < length; column += THREADS) {
         A t = 0;
-        for (int w = 0; w < WARPS; ++w) t += partial[w * length + threadIdx.x];
-        const i64 here = begin + threadIdx.x;
-        if (o.run == 1) {
-            if (here < o.columns) put(o, slice * o.columns + here, t);
-        } else {
-            total[threadIdx.x] = t;
-        }
+        for (int w = 0; w < WARPS; ++w) t += partial.at(w, column);
+        if (o.run > 1) total[column] = t;
+        else if (begin + column < o.columns) put(o, slice * o.columns + begin + column, t);
     }
     if (o.run == 1) return;
     __syncthreads();

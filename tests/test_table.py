@@ -63,6 +63,7 @@ def test_constants_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         return {name: int(n) for name, n in re.findall(r"^constexpr int (\w+) = (\d+);", runtime.source(stem), re.M)}
 
     assert constants("column_sums")["THREADS"] == cuda_factors.COLUMN_SUMS_BLOCK
+    assert constants("column_sums")["WIDE"] == table.WIDE
     assert constants("fold")["THREADS"] == cuda_factors.FOLD_BLOCK
     assert constants("fold")["LANES"] == cuda_factors.FOLD_LANES
     assert constants("update")["WORDS"] == table.WORDS
