@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from array_api_compat import array_namespace, device, is_jax_array
+from array_api_compat import array_namespace, device, is_jax_array, is_torch_array
 
 from .arrays import where_is
 from .errors import CafinTypeError, refuse
@@ -196,6 +196,8 @@ def _check_shapes(p: Any, g: Any, m: Any, H: Any, S: Any) -> None:
 
 def _advance(p: Any, g: Any, m: Any, H: Any, S: Any, hyper: Hyper, step: int) -> tuple[Any, Any]:
     """The formulas of `update`, into `p` and `m`; JAX, whose arrays never change, makes new ones of them."""
+    if is_torch_array(p) and p.dtype == g.dtype == m.dtype and p.element_size() >= 4 and p.device.type == "cpu":
+        return _advance_torch(p, g, m, H, S, hyper, step)
     xp = array_namespace(p)
     if hyper.weight_decay and not hyper.decoupled:
         g = g + hyper.weight_decay * p
@@ -208,6 +210,21 @@ def _advance(p: Any, g: Any, m: Any, H: Any, S: Any, hyper: Hyper, step: int) ->
     if hyper.weight_decay and hyper.decoupled:
         direction = direction + (hyper.lr * hyper.weight_decay) * p
     p -= direction
+    return p, m
+
+
+def _advance_torch(p: Any, g: Any, m: Any, H: Any, S: Any, hyper: Hyper, step: int) -> tuple[Any, Any]:
+    """`_advance` by operations that PyTorch has fused: five passes over the cache instead of eight."""
+    if hyper.weight_decay and not hyper.decoupled:
+        g = g.add(p, alpha=hyper.weight_decay)
+    m.mul_(hyper.beta).add_(g, alpha=1.0 - hyper.beta)
+    if hyper.weight_decay and hyper.decoupled:
+        p.mul_(1.0 - hyper.lr * hyper.weight_decay)
+    step_size = hyper.lr / (1.0 - hyper.beta**step)
+    if H is None:
+        p.sub_(m, alpha=step_size)
+    else:
+        p.addcdiv_(m, S.outer(H).add_(hyper.Lambda).view(p.shape), value=-step_size)
     return p, m
 
 

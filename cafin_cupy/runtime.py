@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -81,6 +82,7 @@ def compile_cubin(stem: str, arch: str, dtype: str = "float32") -> bytes:
         nvrtc.destroyProgram(program)
 
 
+_modules: dict[tuple[str, int, str], Any] = {}
 _functions: dict[tuple[str, str, int, str], Any] = {}
 
 
@@ -96,8 +98,9 @@ def function(stem: str, name: str, device: int, dtype: str = "float32") -> Any:
 
         try:
             with cupy.cuda.Device(device):
-                module = cupy.RawModule(code=source(stem), options=options(dtype))
-                _functions[key] = module.get_function(name).kernel
+                if (stem, device, dtype) not in _modules:
+                    _modules[stem, device, dtype] = cupy.RawModule(code=source(stem), options=options(dtype))
+                _functions[key] = _modules[stem, device, dtype].get_function(name).kernel
         except Exception as error:  # NVRTC, the driver, the cache folder: all of them end here, named
             raise BackendError(
                 f"function: kernel `{name}` must compile for cuda:{device}, got {type(error).__name__}: {error}; "
@@ -107,10 +110,16 @@ def function(stem: str, name: str, device: int, dtype: str = "float32") -> Any:
 
 
 def prepare(device: int, dtype: str = "float32") -> None:
-    """Compile every kernel for a device, so that a failure shows before anything has changed."""
-    for stem, names in KERNELS.items():
-        for name in names:
-            function(stem, name, device, dtype)
+    """Compile every kernel for a device, so that a failure shows before anything has changed. The compiler runs without
+    Python's lock, so the sources are compiled side by side."""
+    wanted = [(stem, name) for stem, names in KERNELS.items() for name in names]
+    if all((stem, name, device, dtype) in _functions for stem, name in wanted):
+        return
+    with ThreadPoolExecutor(len(KERNELS)) as threads:
+        for done in [threads.submit(function, stem, names[0], device, dtype) for stem, names in KERNELS.items()]:
+            done.result()
+    for stem, name in wanted:
+        function(stem, name, device, dtype)
 
 
 @cache

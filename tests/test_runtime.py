@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -94,9 +95,35 @@ def test_kernels_load_and_are_kept() -> None:
             assert runtime.function(stem, name, 0).ptr
 
 
+def test_sources_are_compiled_side_by_side_and_failures_reach_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    meet, seen = threading.Barrier(len(runtime.KERNELS), timeout=30), set()
+
+    def function(stem: str, name: str, device: int, dtype: str) -> str:
+        if stem not in seen:
+            seen.add(stem)
+            meet.wait()  # all at once, or never
+        if stem == "fold" and fails:
+            raise BackendError("fold must compile")
+        runtime._functions[stem, name, device, dtype] = name
+        return name
+
+    monkeypatch.setattr(runtime, "function", function)
+    monkeypatch.setattr(runtime, "_functions", {})
+    for fails in (True, False):
+        seen.clear()
+        if fails:
+            with pytest.raises(BackendError, match="fold must compile"):
+                runtime.prepare(0)
+        else:
+            runtime.prepare(0)
+            runtime.prepare(0)  # knows all of them
+    assert {name for _, name, _, _ in runtime._functions} == {n for names in runtime.KERNELS.values() for n in names}
+
+
 @pytest.mark.gpu
 def test_a_kernel_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "_functions", {})
+    monkeypatch.setattr(runtime, "_modules", {})
     monkeypatch.setattr(runtime, "source", lambda stem: "nonsense")
     with pytest.raises(BackendError, match=r"(?s)kernel `update` must compile for cuda:0.*doctor"):
         runtime.function("update", "update", 0)
