@@ -134,7 +134,7 @@ def _large(record: Record) -> list[str]:
 def _first(record: Record) -> list[str]:
     """One sentence on the first step."""
     data = section_data(record, "first")
-    if not {"cold", "warm"} <= set(data):
+    if not {"cold", "warm"} <= set(data) or "optimizer" not in data["cold"]:  # PyTorch's own first time is in it
         return []
     cold, warm = (number(data[cache]["first"]) for cache in ("cold", "warm"))
     return [f"The first step of a process compiles the kernels: {cold} s, and {warm} s where CuPy's cache has them."]

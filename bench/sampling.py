@@ -10,6 +10,7 @@ import torch
 from .context import Run
 from .timing import Call, summary
 
+WARM = 5  # calls of which the last counts as the host's time
 DELAYABLE = 5_000.0  # us of host time that one sample may queue: about what the launch queue holds
 
 Action = Callable[[], dict[str, float]]
@@ -35,9 +36,11 @@ def sampler(run: Run, call: Call, inner: int, before: Call | None = None) -> Act
         times = {"device": run.clock.queued(both, inner, host)}
         if before is None:
             times["streamed"] = run.clock.streamed(call, inner)
-        else:
-            before()
-        return {**times, "host": run.clock.host(call)}
+        for _ in range(WARM):
+            if before is not None:
+                before()
+            times["host"] = run.clock.host(call)  # the last: the host's caches are warm
+        return times
 
     return sample
 

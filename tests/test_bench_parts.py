@@ -164,7 +164,7 @@ def test_brief_tells_of_graphs_and_of_the_first_step():
         },
         "sections": {
             "graphs": {"data": graphs},
-            "first": {"data": {"cold": {"first": 2.25}, "warm": {"first": 0.5}}},
+            "first": {"data": {"cold": {"first": 2.25, "optimizer": 4.0}, "warm": {"first": 0.5}}},
         },
     }
     text = brief(record, "page", [])
