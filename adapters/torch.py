@@ -224,7 +224,8 @@ class AdaFisher(torch.optim.Optimizer):
         self._seen.add(index)
         factors = self._factors
         if factors.kernels:
-            h, s = (x if x.dtype in _READ_BY_KERNELS else x.float() for x in (h, s))
+            h = h if h.dtype in _READ_BY_KERNELS else h.float()
+            s = s if s.dtype in _READ_BY_KERNELS else s.float()
         if self._defers():
             factors.defer(index, h, s, layer)
         else:

@@ -48,16 +48,19 @@ _DESCRIBE: dict[type[nn.Module], Callable[[str, Any, Tensor, Tensor | None], Lay
 
 
 class Tap:
-    """Forward hook of one layer.
+    """Forward hook of one layer, which catches its input and output gradient.
 
     In a copied or unpickled model it removes itself at the first call: a copy trains with its own optimizer.
     """
 
     def __init__(self, optimizer: Any = None, index: int = 0, layer: Layer | None = None) -> None:
         self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
-        self._index, self._layer = index, layer
+        self.index, self.layer = index, layer
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """The input is looked at only when the gradient is known, so a forward without a backward leaves no trace, and
+        a recomputed forward (activation checkpointing) does not count twice. A hook on the output tensor, unlike a full
+        backward hook, bears in-place operations behind the layer and inputs without gradient."""
         optimizer = self._optimizer()
         if optimizer is None:
             self._remove(module)
@@ -69,10 +72,16 @@ class Tap:
         h = args[0] if args else kwargs.get("input")
         if not isinstance(h, Tensor) or not isinstance(output, Tensor) or not output.requires_grad:
             return
-        if not _transforming():  # per-sample gradients and the like: their tensors mean nothing outside the transform
-            optimizer.prepare()
-            index, layer = self._index, self._layer
-            catch(module, h, output, lambda h, s: optimizer._receive(index, h, s, layer))
+        if _transforming():  # per-sample gradients and the like: their tensors mean nothing outside the transform
+            return
+        weight: Any = module.weight
+        bias: Any = module.bias
+        if not weight.requires_grad and (bias is None or not bias.requires_grad):
+            return
+        optimizer.prepare()
+        h = h.detach()
+        kept = keep(h if weight.requires_grad and _autograd_keeps(module, h) else h.clone())
+        output.register_hook(_Catch(optimizer, self, module, kept))
 
     def _remove(self, module: nn.Module) -> None:
         for hooks in (module._forward_hooks, module._forward_hooks_with_kwargs):
@@ -84,6 +93,39 @@ class Tap:
 
     def __reduce__(self) -> tuple[type[Tap], tuple[()]]:
         return Tap, ()
+
+
+class _Catch:
+    """Hook on a layer's output: hands (h, s) to the optimizer. One small object, as there is one for each layer and
+    call, and Python's collector looks at all of them."""
+
+    __slots__ = ("_kept", "_module", "_optimizer", "_tap")
+
+    def __init__(self, optimizer: Any, tap: Tap, module: nn.Module, kept: Any) -> None:
+        self._optimizer, self._tap, self._module, self._kept = optimizer, tap, module, kept
+
+    def __call__(self, s: Tensor) -> None:
+        kept, module = self._kept, self._module
+        if kept is None:  # a second backward through a freed graph: torch will say so
+            return
+        h = kept if isinstance(kept, Tensor) else kept[0].grad_fn.saved_tensors[0]
+        if not _graph_is_kept():
+            self._kept = None  # free the input now: the script may hold on to the loss
+        s = s.detach()
+        if not isinstance(module, nn.Linear):
+            h, s = _as_batch(module, h, s)
+        self._optimizer._receive(self._tap.index, h, s, self._tap.layer)
+
+
+def _as_batch(module: Any, h: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """Input and output gradient as the layer's descriptor has them: padded, and with a batch axis."""
+    alone = 3
+    if isinstance(module, nn.Conv2d):
+        if module.padding_mode != "zeros":
+            h = nn.functional.pad(h, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+    else:
+        alone = len(getattr(module, "normalized_shape", ()))
+    return (h.unsqueeze(0), s.unsqueeze(0)) if h.dim() == alone else (h, s)
 
 
 class _Keep(torch.autograd.Function):
@@ -102,63 +144,26 @@ class _Keep(torch.autograd.Function):
 _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)  # gives the saved tensor a node of the graph
 
 
-def keep(h: Tensor) -> Callable[[], Tensor]:
-    """Hold a tensor until backward, and return how to get it back.
-
-    Under hooks for saved tensors (checkpointing, offloading) it is handed to them; otherwise it is simply held.
-    """
+def keep(h: Tensor) -> Any:
+    """Hold a tensor until backward. Under hooks for saved tensors (checkpointing, offloading) it is handed to them, and
+    comes back as the saved tensor of what is returned; otherwise it is simply held."""
     if _top_hooks(False) is None:
-        return lambda: h
-    token = _Keep.apply(h, _ANCHOR)  # the saved tensor lives as long as this one
-    return lambda: token.grad_fn.saved_tensors[0]  # type: ignore[no-any-return]
+        return h
+    return (_Keep.apply(h, _ANCHOR),)  # the saved tensor lives as long as this one
 
 
 _transforming = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+# True if the running backward retains its graph, so that another may follow.
+_graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore: ())
 
 
-def catch(module: Any, h: Tensor, output: Tensor, receive: Callable[[Tensor, Tensor], None]) -> None:
-    """Hand (h, s) to `receive` when the gradient `s` of `output` is known.
-
-    The input is looked at only then, so a forward without a backward leaves no trace, and a recomputed forward
-    (activation checkpointing) does not count twice. A hook on the output tensor, unlike a full backward hook, bears
-    in-place operations behind the layer and inputs without gradient.
-    """
-    weight, bias = module.weight, module.bias
-    if not (weight.requires_grad or (bias is not None and bias.requires_grad)):
-        return
-    h = h.detach()
-    kept = [keep(h if _autograd_keeps(module, h) else h.clone())]
-
-    def hook(s: Tensor) -> None:
-        if not kept:  # a second backward through a freed graph: torch will say so
-            return
-        x = kept[0]()
-        if not _graph_is_kept():
-            kept.clear()  # free the input now: the script may hold on to the loss
-        s = s.detach()
-        if isinstance(module, nn.Conv2d) and module.padding_mode != "zeros":
-            x = nn.functional.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
-        alone = 3 if isinstance(module, nn.Conv2d) else len(getattr(module, "normalized_shape", ()))
-        if not isinstance(module, nn.Linear) and x.dim() == alone:  # no batch axis
-            x, s = x.unsqueeze(0), s.unsqueeze(0)
-        receive(x, s)
-
-    output.register_hook(hook)
-
-
 def _autograd_keeps(module: Any, h: Tensor) -> bool:
-    """True if the layer's own backward needs `h` itself. Where autograd keeps nothing, or a cast or padded copy, the
-    script may overwrite `h` before backward, and a copy of ours must be kept."""
-    if not module.weight.requires_grad or getattr(module, "padding_mode", "zeros") != "zeros":
+    """True if the backward of a layer that trains needs `h` itself. Where autograd keeps nothing, or a cast or padded
+    copy, the script may overwrite `h` before backward, and a copy of ours must be kept."""
+    if isinstance(module, nn.Conv2d) and module.padding_mode != "zeros":
         return False
     if torch.is_autocast_enabled(h.device.type) and not isinstance(module, nn.BatchNorm2d):
         wide = isinstance(module, nn.LayerNorm)
         return h.dtype == (torch.float32 if wide else torch.get_autocast_dtype(h.device.type))
     return True
-
-
-def _graph_is_kept() -> bool:
-    """True if the running backward retains its graph, so that another may follow."""
-    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if ask is None else bool(ask())

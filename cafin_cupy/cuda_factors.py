@@ -8,6 +8,7 @@ layer's last call; when the geometry changes within a step, what waits is folded
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,7 @@ FEW_ROWS = 64  # below, a block covers more columns
 BATCH_BYTES = 64 << 20  # of arrays that wait for one launch: enough to make little of its start and end
 FOLD_BLOCK, FOLD_LANES = 256, 8  # as in fold.cu
 AVERAGE_BLOCK = 1024  # as in average.cu
+_POINTER = struct.Struct("Q")
 
 
 @dataclass(frozen=True)
@@ -169,12 +171,15 @@ class _Sums:
         self.halves = (_Half(like), _Half(like))
         self.operands = np.zeros(2, table.Operand)
         self.content = self.operands.view(np.uint8)
-        self._x, self._add, self._first = (self.operands[name] for name in ("x", "add", "first"))
+        self._bytes: Any = self.content
+        self._add, self._first = self.operands["add"], self.operands["first"]
         self.layer: Any = None  # and
         self.unchanged: Unchanged | None = None  # know what `operands` describes
         self.laid: Any = None  # how they lie in memory
         self.aligned = [False, False]  # rows start at multiples of 16 bytes
+        self.waits = False  # for a launch
         self.unfolded = False  # partial sums wait in the workspace
+        self.adds = False  # what `operands` say of that
         self.folded = False  # earlier partial sums of this step are in `sums`
         self.count = 0  # what the sums will be divided by
         self.per_call = 0  # what one call adds to it
@@ -186,8 +191,10 @@ class _Sums:
         planned."""
         if (h | s) % 16 and ((self.aligned[0] and h % 16) or (self.aligned[1] and s % 16)):
             return False
-        self._x[0], self._x[1] = h, s
-        self._add[:] = self.unfolded
+        _POINTER.pack_into(self._bytes, 0, h)  # x is the first field
+        _POINTER.pack_into(self._bytes, table.Operand.itemsize, s)
+        if self.unfolded != self.adds:
+            self._add[:] = self.adds = self.unfolded
         return True
 
     def start_at(self, block: int) -> int:
@@ -245,7 +252,7 @@ class CudaFactors(Factors):
         layer = layer or self.layers[index]
         sums = self._sums[index]
         stream = current_stream(h, self.device)
-        if self._waiting and (stream != self._waiting_on or any(waits is sums for waits, _, _ in self._waiting)):
+        if sums.waits or (self._waiting and stream != self._waiting_on):
             self.flush()
         known = sums.unchanged is not None and layer is sums.layer and sums.unchanged((h, s))
         if not (known and sums.point(h.data_ptr(), s.data_ptr())):  # known are torch's tensors only
@@ -257,7 +264,7 @@ class CudaFactors(Factors):
             if read[0] is first and read[1] is second:
                 sums.layer, sums.unchanged = layer, Unchanged((h, s))
             h, s = read
-        sums.unfolded = True
+        sums.waits = sums.unfolded = True
         sums.count += sums.per_call
         self._waiting.append((sums, h, s))
         self._waiting_on = stream
@@ -271,6 +278,7 @@ class CudaFactors(Factors):
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
         block = place = 0
         for sums, _, _ in waiting:
+            sums.waits = False
             block = sums.start_at(block)
             self._operands[place : place + sums.content.size] = sums.content
             place += sums.content.size
@@ -308,6 +316,7 @@ class CudaFactors(Factors):
             if sums.unfolded:
                 self._fold_all(stream)
             sums.laid = None  # known again once both arrays are described
+            sums.adds = False  # as the new operands have it
             for place, (half, columns, how, v) in enumerate(zip(sums.halves, plans, laid, arrays)):
                 self._retire(half.memory)
                 half.plan(columns, how, v.dtype, aligned[place])
@@ -398,4 +407,4 @@ class CudaFactors(Factors):
     def discard(self) -> None:
         self._waiting, self._waiting_bytes = [], 0
         for sums in self._sums:
-            sums.count, sums.unfolded, sums.folded = 0, False, False
+            sums.count, sums.waits, sums.unfolded, sums.folded = 0, False, False, False

@@ -70,6 +70,7 @@ def test_constants_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert constants("average")["THREADS"] == cuda_factors.AVERAGE_BLOCK
     assert constants("update")["THREADS"] == update.BLOCK
     assert f"-DCHUNK={table.CHUNK}" in runtime.options()
+    assert table.Operand.fields["x"][1] == 0  # an address is written there
     tile = 'static_assert(TILE<T> == {0} && TILE<Half> == 2 * {0} && TILE<Bfloat16> == 2 * {0}, "TILE");'
     text = runtime.source("column_sums") + tile.format(table.TILE)
     monkeypatch.setattr(runtime, "source", lambda stem: text)
