@@ -1,7 +1,8 @@
 """PyTorch: `AdaFisher(model)` and `AdaFisherW(model)` in place of `AdamW(model.parameters())`.
 
 The step is one kernel launch on torch's current stream; a sampled step refreshes the factors first, with two launches,
-and each layer of its forward and backward costs one. Between sampled steps no hook is attached.
+and its backward pass reads the layers, a launch for each large one or for several small ones. Between sampled steps no
+hook is attached.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ try:
 except ImportError:  # internal to torch, so they may go: then every step looks for hooks, as torch does
     _global_optimizer_pre_hooks = _global_optimizer_post_hooks = {0: None}  # type: ignore[assignment,dict-item]
 
-from .torch_capture import CapturedIteration
+from .torch_capture import RUN_FIRST, CapturedIteration, check_capture
 from .torch_layers import Tap, describe
 from .torch_plan import Plan
-from .torch_state import check_factors, check_state
+from .torch_state import SCALARS, take_over, with_factors
 from .torch_warnings import warn_unseen, warn_without_factors
 
 __all__ = ["AdaFisher", "AdaFisherW"]
@@ -38,11 +39,7 @@ __all__ = ["AdaFisher", "AdaFisherW"]
 _profiling = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 _backward_number = getattr(torch._C, "_current_graph_task_id", None)
 _READ_BY_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
-_RUN_FIRST = (
-    "step: what a CUDA graph captures must have run before, with the same parameters and state; run a few iterations "
-    "first, or use optimizer.capture(iteration)"
-)
-_SCALARS = ("lr", "beta", "Lambda", "weight_decay")
+_PLAIN = (float, int)
 
 
 class AdaFisher(torch.optim.Optimizer):
@@ -221,6 +218,11 @@ class AdaFisher(torch.optim.Optimizer):
         """From backward: a layer's input and output gradient."""
         if not self.samples:  # a late backward through a graph of an earlier, sampled step
             return
+        if not self.capturable and h.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise BackendError(
+                "backward: a CUDA graph must not capture a sampled step, whose sums the host counts; capture an "
+                f"unsampled one, or use {type(self).__name__}(model, ..., capturable=True)"
+            )
         self._seen.add(index)
         factors = self._factors
         if factors.kernels:
@@ -270,6 +272,8 @@ class AdaFisher(torch.optim.Optimizer):
         Raises:
             CafinError: a gradient or scalar is refused; nothing has been changed then.
         """
+        if type(self).step is not AdaFisher.step:  # torch has wrapped the subclass's own
+            return self._step(closure)
         if closure is None and not (
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
@@ -289,7 +293,7 @@ class AdaFisher(torch.optim.Optimizer):
                 loss = closure()
         capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         if capturing:
-            self._check_capture()
+            check_capture(self)
         verdict = self._unscaling()
         if verdict is None:
             self._factors.discard()
@@ -299,7 +303,7 @@ class AdaFisher(torch.optim.Optimizer):
         grads = plan.gradients() if plan is not None and plan.valid(self) else None
         if plan is None or grads is None:
             if capturing:
-                raise BackendError(_RUN_FIRST)
+                raise BackendError(RUN_FIRST)
             self._plan = plan = Plan(self)
             grads = plan.gradients()
             assert grads is not None
@@ -309,29 +313,16 @@ class AdaFisher(torch.optim.Optimizer):
         if self.samples:
             self._refresh(loss_scale)
         plan.update(hypers, grads, grad_scale)
-        self._count_step()
+        self._count_steps(self.steps + 1)
         return loss
 
     def _checked_hypers(self) -> list[Hyper]:
         return [self._hyper("step", group) for group in self.param_groups]
 
-    def _count_step(self) -> None:
-        self.steps += 1
+    def _count_steps(self, steps: int) -> None:
+        self.steps = steps
         if self._taps or self.samples:
             self._attach()
-
-    def _check_capture(self) -> None:
-        rule = None
-        if not self.capturable:
-            rule = "be captured by a CUDA graph only with capturable=True, since a replay would repeat one step number"
-        elif self.backend != "cuda":
-            rule = "run on the CUDA backend to be captured by a CUDA graph"
-        elif getattr(self, "found_inf", None) is not None:
-            rule = "be captured without a GradScaler, whose verdict is read on the host"
-        if rule is not None:
-            mend = f"use {type(self).__name__}(model, ..., capturable=True), or capture forward and backward alone"
-            raise BackendError(f"step: it must {rule}; {mend}")
-        self._factors.captured = True
 
     def capture(self, iteration: Callable[[], Any]) -> CapturedIteration:
         """A function that trains as `iteration` does, replayed from CUDA graphs; needs `capturable=True`.
@@ -387,13 +378,11 @@ class AdaFisher(torch.optim.Optimizer):
 
     def _hyper(self, where: str, group: Mapping[str, Any]) -> Hyper:
         key = lr, beta, Lambda, weight_decay = (group["lr"], group["beta"], group["Lambda"], group["weight_decay"])
-        try:
-            known = self._hypers.get(key)
-        except TypeError:  # no number, and refused below
-            known = None
+        plain = type(lr) in _PLAIN and type(beta) in _PLAIN and type(Lambda) in _PLAIN and type(weight_decay) in _PLAIN
+        known = self._hypers.get(key) if plain else None
         if known is not None:
             return known
-        for name in _SCALARS:
+        for name in SCALARS:
             if isinstance(group[name], Tensor) and group[name].is_cuda:
                 if name == "lr" and self.capturable:
                     if lr.dtype is not torch.float32 or lr.numel() != 1:
@@ -403,7 +392,7 @@ class AdaFisher(torch.optim.Optimizer):
                     continue
                 refuse(where, name, "be a number or a CPU tensor", f"a tensor on {group[name].device}", "pass .item()")
         hyper = Hyper.checked(where, lr, beta, Lambda, weight_decay, self._decoupled)
-        if all(type(value) in (float, int) for value in key):
+        if plain:
             if len(self._hypers) > 1000:  # a schedule makes new ones with every step
                 self._hypers.clear()
             self._hypers[key] = hyper
@@ -413,14 +402,7 @@ class AdaFisher(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The keys of the public implementation: `state`, `param_groups`, `steps`, `H_D`, `S_D` (in module order)."""
-        factors = self._factors
-        state = super().state_dict()
-        if self.capturable:  # as numbers, which every AdaFisher reads
-            state["state"] = {key: {**entry, "step": int(entry["step"])} for key, entry in state["state"].items()}
-        state["H_D"] = [factors.H[index] for _, _, index, _ in self._modules]
-        state["S_D"] = [factors.S[index] for _, _, index, _ in self._modules]
-        state["steps"] = self.steps
-        return state
+        return with_factors(self, super().state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Take over a `state_dict` of this class or of the public implementation. The caller's dict is not changed.
@@ -428,32 +410,7 @@ class AdaFisher(torch.optim.Optimizer):
         Raises:
             CafinError: it does not fit; nothing has been changed then.
         """
-        where = "load_state_dict"
-        check_state(where, state_dict, self.param_groups)
-        for group in state_dict["param_groups"]:
-            self._hyper(where, {**self.defaults, **group})
-        layers = [(name, self._layers[index]) for name, _, index, _ in self._modules]
-        H = check_factors(where, "H_D", state_dict["H_D"], [(name, layer.H_size) for name, layer in layers])
-        S = check_factors(where, "S_D", state_dict["S_D"], [(name, layer.S_size) for name, layer in layers])
-        factors = self._factors
-        pairs = [
-            [F.to(device=mine[index].device, dtype=mine[index].dtype) for F, mine in ((h, factors.H), (s, factors.S))]
-            for (_, _, index, _), h, s in zip(self._modules, H, S)
-        ]
-        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        for group in self.param_groups:
-            for name in _SCALARS:
-                group.setdefault(name, self.defaults[name])
-        for state in self.state.values():
-            if "step" in state:
-                state["step"] = int(state["step"])
-            if "exp_avg" in state:
-                state["exp_avg"] = state["exp_avg"].clone()  # torch shares it with the caller's dict
-        for (_, _, index, _), pair in reversed(list(zip(self._modules, pairs))):  # the first of shared modules wins
-            factors.load(index, *pair)
-        factors.discard()
-        self.steps = int(state_dict["steps"])
-        self._attach()
+        take_over(self, state_dict, super().load_state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._kept_factors is not None and self._kept_factors.pending:

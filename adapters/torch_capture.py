@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from .torch import AdaFisher
     from .torch_plan import Plan
 
+RUN_FIRST = (
+    "step: what a CUDA graph captures must have run before, with the same parameters and state; run a few iterations "
+    "first, or use optimizer.capture(iteration)"
+)
 WARM_UP = 3  # iterations before the first capture: libraries set themselves up
 
 
@@ -48,7 +52,7 @@ class CapturedIteration:
             assert plan is not None
             plan.refresh(optimizer._checked_hypers())
             graph.replay()
-            optimizer._count_step()
+            optimizer._count_steps(optimizer.steps + 1)
             return result
         if self._runs < WARM_UP or sampled not in self._run:
             self._run.add(sampled)
@@ -73,10 +77,33 @@ class CapturedIteration:
         plan.reserve()
         before = optimizer.steps
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            result = self._iteration()
-        if optimizer.steps != before + 1:
-            raise BackendError("capture: `iteration` must call step() once")
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                result = self._iteration()
+            if optimizer.steps != before + 1:
+                raise BackendError("capture: `iteration` must call step() once")
+        except BaseException:
+            optimizer._count_steps(before)  # nothing has run
+            raise
         self._graphs[sampled] = graph, result
         graph.replay()
         return result
+
+
+def check_capture(optimizer: AdaFisher) -> None:
+    """Refuse a step that a CUDA graph captures and could not repeat, and keep what its replays will read.
+
+    Raises:
+        BackendError: it cannot be captured.
+    """
+    rule = None
+    if not optimizer.capturable:
+        rule = "be captured by a CUDA graph only with capturable=True, since a replay would repeat one step number"
+    elif optimizer.backend != "cuda":
+        rule = "run on the CUDA backend to be captured by a CUDA graph"
+    elif getattr(optimizer, "found_inf", None) is not None:
+        rule = "be captured without a GradScaler, whose verdict is read on the host"
+    if rule is not None:
+        mend = f"use {type(optimizer).__name__}(model, ..., capturable=True), or capture forward and backward alone"
+        raise BackendError(f"step: it must {rule}; {mend}")
+    optimizer._factors.hold()

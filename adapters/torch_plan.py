@@ -27,7 +27,7 @@ from cafin_cupy.update import (
 if TYPE_CHECKING:
     from .torch import AdaFisher
 
-_ADDRESS, _CONTIGUOUS, _GRADIENT = Tensor.data_ptr, Tensor.is_contiguous, attrgetter("grad")
+_ADDRESS, _GRADIENT = Tensor.data_ptr, attrgetter("grad")
 _STEP, _AVERAGE = itemgetter("step"), itemgetter("exp_avg")
 
 
@@ -39,6 +39,7 @@ class Plan:
 
     def __init__(self, optimizer: AdaFisher) -> None:
         self.groups = groups = optimizer.param_groups
+        self.sizes = [len(group["params"]) for group in groups]
         every = [(number, p) for number, group in enumerate(groups) for p in group["params"]]
         active = [(number, p) for number, p in every if p.grad is not None or p in optimizer.state]
         order = {id(p): place for place, p in enumerate(optimizer.state)}  # new ones come behind
@@ -82,7 +83,6 @@ class Plan:
         self.averages: list[Tensor] = list(map(_AVERAGE, states))
         self.p, self.m = list(map(_ADDRESS, self.params)), list(map(_ADDRESS, self.averages))
         self.traits = traits(self.params)
-        self.contiguous = all(map(_CONTIGUOUS, self.params))
         self.unchanged = Unchanged(self.params)
         self.fitting: Unchanged | None = None  # knows gradients that can be used as they are
         self.zeros = [0] * len(self.params)
@@ -99,9 +99,9 @@ class Plan:
         """Let each `step` be an element of one vector on the device."""
         counts = [int(state["step"]) for state in states]
         steps = torch.tensor(counts, dtype=torch.int64, device=self.params[0].device)
-        for state, step in zip(states, steps.unbind()):
+        self.steps = list(steps.unbind())
+        for state, step in zip(states, self.steps):
             state["step"] = step
-        self.steps = steps
         self.schedule = CudaSchedule(self.group, steps.data_ptr(), self.params[0], int(self.device))
         self.numbers = list(range(len(self.params)))
 
@@ -118,6 +118,8 @@ class Plan:
             rule = f"stay of shape {tuple(average.shape)} on {average.device}, as its momentum is"
             got = f"{tuple(p.shape)} on {p.device}"
             refuse("step", self._name(p), rule, got, "make a new optimizer, or move the model before the first step")
+        elif self.launch is not None and average.dtype is not torch.float32:  # the kernel writes float32 there
+            refuse("step", f"momentum of {self._name(p)}", "stay float32", average.dtype, "convert it to float32")
         elif average.stride() != p.stride():
             state["exp_avg"] = torch.empty_like(p, dtype=average.dtype).copy_(average)
         return state
@@ -131,17 +133,16 @@ class Plan:
         if self.kept is not optimizer.state or (self.in_order and len(self.kept) != len(self.params)):
             return False
         try:
-            averages = list(map(_AVERAGE, self.states()))
+            states = self.states()
+            averages = list(map(_AVERAGE, states))
         except KeyError:
             return False
         return (
             all(map(is_, averages, self.averages))
+            and (self.schedule is None or all(map(is_, map(_STEP, states), self.steps)))
             and list(map(_ADDRESS, self.params)) == self.p
-            and (
-                all(map(_CONTIGUOUS, self.params))
-                if self.contiguous
-                else self.unchanged(self.params) or self._as_before()
-            )
+            and (self.unchanged(self.params) or self._as_before())
+            and [len(group["params"]) for group in self.groups] == self.sizes
             and not any(p.grad is not None for p in self.idle)
         )
 
@@ -166,9 +167,7 @@ class Plan:
             return None
         found = list(grads)
         for k, (p, g) in enumerate(zip(self.params, grads)):
-            if g is not None and (
-                g.is_sparse or g.shape != p.shape or g.stride() != p.stride() or g.dtype is not p.dtype
-            ):
+            if g is not None and (g.is_neg() or traits([g]) != traits([p])):
                 grads[k] = self._fitting(p, g)
         self.complete = all(g is not None for g in grads)
         self.fitting = Unchanged(grads) if self.complete and all(map(is_, found, grads)) else None
@@ -179,12 +178,13 @@ class Plan:
         name = f"gradient of {self._name(p)}"
         if g is None:
             return
-        torch_view(g, "step", name)
+        torch_view(g.resolve_neg(), "step", name)
         if g.dtype != p.dtype or g.device != p.device or g.shape != p.shape:
             rule = f"be {p.dtype} of shape {tuple(p.shape)} on {p.device} as its parameter"
             refuse("step", name, rule, f"{g.dtype} of shape {tuple(g.shape)} on {g.device}", "convert it")
 
     def _fitting(self, p: Tensor, g: Tensor) -> Tensor:
+        g = g.resolve_neg()  # its memory may hold the opposite sign
         self._check(p, g)
         name = f"gradient of {self._name(p)}"
         fitting: Tensor = matching(torch_view(g, "step", name), torch_view(p, "step", name)).owner

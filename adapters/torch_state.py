@@ -1,9 +1,9 @@
-"""Checks of a state dict, before anything of it is taken over."""
+"""State dicts: the factors in them, and the checks before anything is taken over."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,51 @@ from torch import Tensor
 from cafin_cupy.errors import CafinTypeError, refuse
 from cafin_cupy.rule import whole
 
+if TYPE_CHECKING:
+    from .torch import AdaFisher
+
+SCALARS = ("lr", "beta", "Lambda", "weight_decay")  # of a parameter group
 KEYS = ("state", "param_groups", "H_D", "S_D", "steps")
+
+
+def with_factors(optimizer: AdaFisher, state: dict[str, Any]) -> dict[str, Any]:
+    """The state dict of torch's part, with ours added."""
+    factors = optimizer._factors
+    if optimizer.capturable:  # counts as numbers, which every AdaFisher reads
+        state["state"] = {key: {**entry, "step": int(entry.get("step", 0))} for key, entry in state["state"].items()}
+    state["H_D"] = [factors.H[index] for _, _, index, _ in optimizer._modules]
+    state["S_D"] = [factors.S[index] for _, _, index, _ in optimizer._modules]
+    state["steps"] = optimizer.steps
+    return state
+
+
+def take_over(optimizer: AdaFisher, state_dict: Mapping[str, Any], load: Callable[[Any], None]) -> None:
+    """See `AdaFisher.load_state_dict`; `load` takes over torch's part."""
+    where = "load_state_dict"
+    check_state(where, state_dict, optimizer.param_groups)
+    for group in state_dict["param_groups"]:
+        optimizer._hyper(where, {**optimizer.defaults, **group})
+    layers = [(name, optimizer._layers[index]) for name, _, index, _ in optimizer._modules]
+    H = check_factors(where, "H_D", state_dict["H_D"], [(name, layer.H_size) for name, layer in layers])
+    S = check_factors(where, "S_D", state_dict["S_D"], [(name, layer.S_size) for name, layer in layers])
+    factors = optimizer._factors
+    pairs = [
+        [F.to(device=mine[index].device, dtype=mine[index].dtype) for F, mine in ((h, factors.H), (s, factors.S))]
+        for (_, _, index, _), h, s in zip(optimizer._modules, H, S)
+    ]
+    load({key: state_dict[key] for key in ("state", "param_groups")})
+    for group in optimizer.param_groups:
+        for name in SCALARS:
+            group.setdefault(name, optimizer.defaults[name])
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"] = int(state["step"])
+        if "exp_avg" in state:
+            state["exp_avg"] = state["exp_avg"].clone()  # torch shares it with the caller's dict
+    for (_, _, index, _), pair in reversed(list(zip(optimizer._modules, pairs))):  # the first of shared modules wins
+        factors.load(index, *pair)
+    factors.discard()
+    optimizer._count_steps(int(state_dict["steps"]))
 
 
 def check_state(where: str, state_dict: Any, param_groups: list[dict[str, Any]]) -> None:

@@ -83,6 +83,9 @@ def plan(chosen: argparse.Namespace, cuda: bool) -> tuple[str, Sizes]:
 def main(argv: list[str] | None = None) -> int:
     """0: all sections ran; 1: some failed, the others are written; 2: nothing could run."""
     chosen = arguments(argv)
+    if chosen.device.partition(":")[0] not in ("cuda", "cpu"):
+        print(f"bench: `--device` must be cuda, cuda:N or cpu, got {chosen.device}", file=sys.stderr)
+        return 2
     device = torch.device(chosen.device)
     cuda = device.type == "cuda"
     if cuda and not torch.cuda.is_available():

@@ -13,7 +13,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 from cafin_cupy.runtime import KERNELS
 
 from . import models
-from .contenders import LAYERS, contenders
+from .contenders import contenders
 from .context import FULL
 from .environment import ROOT, environment, stem
 from .tables import NONE, number, table
@@ -94,14 +93,6 @@ def _unit(unit: str) -> float:
     return UNITS.get(unit, 1.0)
 
 
-def label_layers(launches: list[Launch], names: Sequence[str]) -> None:
-    """Give the launches of column_sums the names of their layers, if there is one for each."""
-    found = [launch for launch in launches if launch["kernel"] == "column_sums"]
-    if len(found) == len(names):
-        for launch, name in zip(found, names):
-            launch["layer"] = name
-
-
 def summed(launches: list[Launch]) -> list[dict[str, Any]]:
     """Number and total time of each kernel's launches; its other figures are means weighted by time."""
     rows = []
@@ -136,8 +127,9 @@ def render(record: dict[str, Any]) -> str:
     ordered = sorted((one for one in launches if one["kernel"] == "column_sums"), key=lambda one: -one["us"])
     for what, some in (("longest", ordered[:SHOWN]), ("shortest", ordered[SHOWN:][-SHOWN:])):
         if some:
-            rows = [[one.get("layer", NONE), one["grid"] or NONE, *_cells(one)] for one in some]
-            parts += [f"The {what} launches of `column_sums`:", table(["layer", "grid", *head], rows)]
+            rows = [[one["grid"] or NONE, *_cells(one)] for one in some]
+            parts += [f"The {what} launches of `column_sums`, each of a large layer or of several small ones:"]
+            parts += [table(["grid", *head], rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -162,8 +154,6 @@ def main(argv: list[str] | None = None) -> int:
     if done.returncode or not launches:
         print(f"bench.profile: ncu failed ({done.returncode}):\n{(done.stdout + done.stderr)[-2000:]}", file=sys.stderr)
         return 1
-    origin = models.resnet18()
-    label_layers(launches, [name for name, module in origin.named_modules() if isinstance(module, LAYERS)])
     record: dict[str, Any] = {"environment": environment(device), "launches": launches}
     path = chosen.out / f"{stem(record['environment'], 'ncu')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

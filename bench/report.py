@@ -82,8 +82,8 @@ def replace_section(readme: Path, text: str) -> None:
 
 
 def newest(folder: Path = RESULTS) -> Path:
-    """The results written last; profiles are none."""
-    runs = [path for path in folder.glob("*.json") if not path.stem.endswith("-ncu")]
+    """The results of a GPU written last; profiles are none."""
+    runs = [path for path in folder.glob("*.json") if not path.stem.endswith(("-ncu", "-cpu"))]
     found = sorted(runs, key=lambda path: path.stat().st_mtime)
     if not found:
         raise ValueError(f"bench.report: `results` must be a file of `python -m bench`, got none in {folder}")
@@ -97,6 +97,9 @@ def main(argv: list[str] | None = None) -> int:
     chosen = parser.parse_args(argv)
     try:
         write(chosen.results or newest(), chosen.readme)
+    except KeyError as error:
+        print(f"bench.report: `results` must be a file of `python -m bench`, got one without {error}", file=sys.stderr)
+        return 2
     except (ValueError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -183,6 +183,11 @@ def _cuda_device(array: Any) -> int:
     return int(device)
 
 
+def version(array: Any) -> int:
+    """Counts the changes in place that torch knows of; 0 where nobody counts."""
+    return 0 if torch_of(array) is None or array.is_inference() else int(array._version)
+
+
 class Unchanged:
     """Tells, at the price of one call, whether torch tensors have the type, shape, strides, dtype and device of those
     seen at first.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from .arrays import (
     item_size,
     order,
     same_strides,
+    version,
     view,
 )
 from .errors import refuse
@@ -197,6 +199,10 @@ class _Sums:
             self._add[:] = self.adds = self.unfolded
         return True
 
+    def forget(self) -> None:
+        """Forget all sums of this step."""
+        self.count, self.waits, self.unfolded, self.folded = 0, False, False, False
+
     def start_at(self, block: int) -> int:
         """Let the first block be this one of a launch, and return the one behind the last."""
         h, s = self.halves
@@ -219,7 +225,8 @@ class CudaFactors(Factors):
         super().__init__(layers, averaging)
         self.device = device
         self._sums = [_Sums(H) for H in self.H_effective]
-        self._waiting: list[tuple[_Sums, Any, Any]] = []  # for a launch, with their arrays
+        self._waiting: list[tuple[_Sums, Any, Any, Any]] = []  # for a launch: their arrays, and those arrays' versions
+        self._may_wait = True
         self._waiting_bytes = 0
         self._waiting_on = 0  # the stream that their arrays are ready on
         self._column_sums = Launch("column_sums", "column_sums", device, COLUMN_SUMS_BLOCK)
@@ -237,7 +244,7 @@ class CudaFactors(Factors):
             ]
         self._fold_key: Any = None
         self._fold_shares: Any = None
-        self._retired: list[Any] = []  # what CUDA graphs may still read
+        self._held: list[Any] = []  # what CUDA graphs read
         self._average_key: Any = None
 
     @property
@@ -263,21 +270,24 @@ class CudaFactors(Factors):
             read = self._plan(layer, sums, first, second, stream)
             if read[0] is first and read[1] is second:
                 sums.layer, sums.unchanged = layer, Unchanged((h, s))
-            h, s = read
+            h, s = (v.owner for v in read)
         sums.waits = sums.unfolded = True
         sums.count += sums.per_call
-        self._waiting.append((sums, h, s))
+        self._waiting.append((sums, h, s, (version(h), version(s))))
         self._waiting_on = stream
         self._waiting_bytes += sums.bytes
-        if self._waiting_bytes >= BATCH_BYTES or 2 * len(self._waiting) == table.OPERANDS:
+        full = self._waiting_bytes >= BATCH_BYTES or 2 * len(self._waiting) == table.OPERANDS
+        if full or not self._may_wait:
             self.flush()
 
     def flush(self) -> None:
         if not self._waiting:
             return
-        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        waiting, self._waiting, self._waiting_bytes = self._unspoiled(self._waiting), [], 0
+        if not waiting:
+            return
         block = place = 0
-        for sums, _, _ in waiting:
+        for sums, *_ in waiting:
             sums.waits = False
             block = sums.start_at(block)
             self._operands[place : place + sums.content.size] = sums.content
@@ -289,6 +299,23 @@ class CudaFactors(Factors):
         except BaseException:
             self.discard()  # what the failed launch would have added is lost
             raise
+
+    def _unspoiled(self, waiting: list[tuple[_Sums, Any, Any, Any]]) -> list[tuple[_Sums, Any, Any, Any]]:
+        """Those whose arrays have not been changed while they waited. The others' sums are forgotten."""
+        spoiled = [sums for sums, h, s, seen in waiting if (version(h), version(s)) != seen]
+        if not spoiled:
+            return waiting
+        self._may_wait = False
+        labels = [layer.label for layer, sums in zip(self.layers, self._sums) if any(sums is x for x in spoiled)]
+        for sums in spoiled:
+            sums.forget()
+        warnings.warn(
+            f"AdaFisher: inputs or output gradients were changed in place before they were read: {', '.join(labels)}. "
+            "Their factors stay as they are on this step, and from now on nothing waits; a hook or a custom backward "
+            "changes what it is given",
+            stacklevel=2,
+        )
+        return [each for each in waiting if not any(each[0] is sums for sums in spoiled)]
 
     def _checked(self, layer: Layer, name: str, array: Any) -> View:
         v = view(array, "accumulate", name)
@@ -318,7 +345,6 @@ class CudaFactors(Factors):
             sums.laid = None  # known again once both arrays are described
             sums.adds = False  # as the new operands have it
             for place, (half, columns, how, v) in enumerate(zip(sums.halves, plans, laid, arrays)):
-                self._retire(half.memory)
                 half.plan(columns, how, v.dtype, aligned[place])
                 sums.operands[place] = half.operand
             sums.laid, sums.aligned = geometry, aligned
@@ -328,14 +354,25 @@ class CudaFactors(Factors):
         sums.point(arrays[0].ptr, arrays[1].ptr)
         return arrays
 
-    def _retire(self, memory: Any) -> None:
-        if self.captured and not any(memory is kept for kept in self._retired):
-            self._retired.append(memory)
+    def hold(self) -> None:
+        if not self.layers:
+            return
+        parts = [half for sums in self._sums for half in sums.halves]
+        for memory in (
+            self._fold_table,
+            self._fold_shares,
+            self._average_table,
+            *(x for p in parts for x in (p.memory, p.sums)),
+        ):
+            if memory is not None and not self._is_held(memory):
+                self._held.append(memory)
+
+    def _is_held(self, memory: Any) -> bool:
+        return any(memory is held for held in self._held)
 
     def _writable(self, rows: table.DeviceTable) -> table.DeviceTable:
         """A table that no CUDA graph reads."""
-        self._retire(rows)
-        return rows.like() if self.captured else rows
+        return rows.like() if self._is_held(rows) else rows
 
     def _fold_all(self, stream: int) -> None:
         """Fold all partial sums, in one launch."""
@@ -343,7 +380,6 @@ class CudaFactors(Factors):
         unfolded = [sums for sums in self._sums if sums.unfolded]
         for sums in unfolded:
             for half in sums.halves:
-                self._retire(half.sums)
                 half.room(sums.folded)
         key = [(id(sums), sums.version, sums.folded, sums.halves[0].ptr) for sums in unfolded]
         if key != self._fold_key:
@@ -354,7 +390,6 @@ class CudaFactors(Factors):
                 half.job["sums"], half.job["add"] = half.ptr, folded
                 self._fold_table.rows[place] = half.job
             self._fold_table.upload(stream)
-            self._retire(self._fold_shares)
             self._fold_shares = table.shares([half.fold_blocks for half, _ in halves], self.H[0], self.device)
             self._fold_shares.upload(stream)
             self._fold_arguments.values[...] = (self._fold_table.ptr, self._fold_shares.ptr)
@@ -407,4 +442,4 @@ class CudaFactors(Factors):
     def discard(self) -> None:
         self._waiting, self._waiting_bytes = [], 0
         for sums in self._sums:
-            sums.count, sums.waits, sums.unfolded, sums.folded = 0, False, False, False
+            sums.forget()

@@ -28,11 +28,9 @@ class Factors:
             rule normalises after averaging, in float32 (float64 for float64 weights).
             All of them are refreshed in place, so views of them stay valid.
         kernels: True where the CUDA kernels compute.
-        captured: set to True once a CUDA graph has captured calls: what its replays read is not written again.
     """
 
     kernels = False
-    captured = False
 
     def __init__(self, layers: Sequence[Layer], averaging: Averaging) -> None:
         self.layers = list(layers)
@@ -90,11 +88,15 @@ class Factors:
 
     def defer(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
         """As `accumulate`, but the arrays may be read as late as `flush`, and must stay as they are until then: small
-        layers share a launch. On the CUDA backend up to 64 MiB wait."""
+        layers share a launch. On the CUDA backend up to 64 MiB wait. Torch's tensors tell if they were changed: their
+        layer then keeps its factors on this step, a warning says so, and from then on nothing waits."""
         self.accumulate(index, h, s, layer)
 
     def flush(self) -> None:
         """Read all arrays that wait since `defer`, and make the current stream wait for it."""
+
+    def hold(self) -> None:
+        """Before an `update` that a CUDA graph captures: keep what its replays will read, and never change it."""
 
     def update(self, grad_scale: float = 1.0) -> None:
         """Refresh the factors of every layer that has sums, and forget the sums. `grad_scale`: factor on the loss."""

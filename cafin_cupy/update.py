@@ -95,7 +95,8 @@ class CudaUpdate:
         values["parameters"], values["shares"] = self._table.ptr, self._shares.ptr
         self._words: Any = values["words"]
         self._gradient_words = self._words[::-1][:count]  # where the kernel looks for them
-        self._last_g: list[int] | None = None
+        self._last_g: list[int] | None = None  # what the table on the device holds
+        self._captured = False  # a CUDA graph writes to it
         self._uploads_gradients = count > room
         if self._uploads_gradients:
             values["gradients"] = self._gradients.ptr
@@ -140,7 +141,9 @@ class CudaUpdate:
         elif g != self._last_g:
             self._last_g = None
             self._gradients.rows[:] = g
-            if self._gradients.upload(stream):
+            if not self._gradients.upload(stream):
+                self._captured = True
+            elif not self._captured:  # else a replay may bring its own addresses at any time
                 self._last_g = g
         if isinstance(scalars, int):
             self._arguments.values["hypers"], self._fits = scalars, None

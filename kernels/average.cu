@@ -76,7 +76,8 @@ __device__ inline A block_sum_of_squares(const A* u, i64 n) {
 template <typename F>
 __device__ inline void warp_range(F& low, F& high) {
     for (int offset = WARP / 2; offset > 0; offset /= 2) {
-        const F other_low = __shfl_xor_sync(ALL_LANES, low, offset), other_high = __shfl_xor_sync(ALL_LANES, high, offset);
+        const F other_low = __shfl_xor_sync(ALL_LANES, low, offset);
+        const F other_high = __shfl_xor_sync(ALL_LANES, high, offset);
         low = other_low < low ? other_low : low;
         high = other_high > high ? other_high : high;
     }
@@ -113,7 +114,8 @@ __device__ inline void add_groups(const Vector& v) {
     }
 }
 
-// One raw moment. `squares`: the total of a norm layer's squared sums, used for its H; `squared`: square each sum (its S).
+// One raw moment. `squares`: the total of a norm layer's squared sums, used for its H; `squared`: square each sum (its
+// S).
 struct Raw {
     const Vector& v;
     A squares;

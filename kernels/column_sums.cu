@@ -10,18 +10,19 @@
 // A block reads a slice of the rows over a tile of columns: a warp a row, a thread 16 bytes of it, so a tile has 128
 // columns of floats, or 256 of 16-bit floats, and WIDE columns where rows are few, so that a block has enough to read.
 // Bytes: each element once; the results are smaller by the number of rows.
-// Rows need not start at multiples of 16 bytes: a warp's rows are WARPS apart, so all start at one place between two such
-// multiples, and the warp shifts its window to the one before. A tile then has fewer columns by one thread's share, so
-// that the window still holds it.
+// Rows need not start at multiples of 16 bytes: a warp's rows are WARPS apart, so all start at one place between two
+// such multiples, and the warp shifts its window to the one before. A tile then has fewer columns by one thread's
+// share, so that the window still holds it.
 //
-// Order of summation: fixed by shape and type alone. A thread adds its rows in order, the warps are added in order, the lanes of a run by a butterfly, and fold.cu adds slices and tiles in order. No atomics.
+// Order of summation: fixed by shape, type and alignment. A thread adds its rows in order, the warps are added in
+// order, the lanes of a run by a butterfly, and fold.cu adds slices and tiles in order. No atomics.
 
 #include "common.cuh"
 
 struct Operand {
     const void* x;     // (rows, columns), in; columns contiguous
     A* sums;           // (slices, parts, segments), in/out
-    i64 rows;          //
+    i64 rows;
     i64 stride;        // elements between rows
     i64 columns;       // segments * run
     i64 run;           // neighbouring columns that share a result

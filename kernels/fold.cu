@@ -1,16 +1,17 @@
 // Fold: from the partial sums of column_sums.cu to the raw sums of each layer, all layers in one launch.
 //
 // Plain:   sums[j] = sum over slices and tiles of columns[slice, part, j].
-// Patches: sums[c, i, j] = sum over slices and output positions (y, x) of the pixel sum that tap (i, j) of input channel
-//          c meets there, columns[slice, pixel(c, y * sh + i * dh - ph, x * sw + j * dw - pw)]; pixels outside the
-//          image are the zero padding and add nothing. Thus a convolution's patch moment needs no patches, for any
-//          stride, padding and dilation, in either memory layout. average.cu adds the groups: C_in / groups channels each.
+// Patches: sums[c, i, j] = sum over slices and output positions (y, x) of the pixel sum that tap (i, j) of input
+//          channel c meets there, columns[slice, pixel(c, y * sh + i * dh - ph, x * sw + j * dw - pw)]; pixels outside
+//          the image are the zero padding and add nothing. Thus a convolution's patch moment needs no patches, for any
+//          stride, padding and dilation, in either memory layout. average.cu adds the groups, C_in / groups channels
+//          each.
 //
 // Plain: eight lanes a result. Patches: a warp a channel and kernel row i, or several warps where the image is large.
-// Which pixels tap (i, j) meets is one question of i and y and another of j and x: so a lane adds the pixels of column x
-// in all image rows that i meets, and then the lanes that j meets are added, for each j.
+// Which pixels tap (i, j) meets is one question of i and y and another of j and x: so a lane adds the pixels of column
+// x in all image rows that i meets, and then the lanes that j meets are added, for each j.
 //
-// Order of summation: fixed by the shape. A lane's rows in order, lanes by a butterfly, then the warps in order.
+// Order of summation: fixed as in column_sums.cu. A lane's rows in order, lanes by a butterfly, the warps in order.
 
 #include "common.cuh"
 

@@ -7,10 +7,9 @@
 //
 // AdaFisher has l2 = weight_decay, decay = 0; AdaFisherW has l2 = 0, decay = lr * weight_decay. F lives in registers.
 //
-// Bytes: reads p, g, m, writes p, m: 20 an element in float32, as momentum SGD (Adam: 28). H and S are short and cached.
-// Each block updates one chunk of one parameter; what lies where is told by a table on the device that seldom changes.
-
-// What changes with every step (scalars, addresses of gradients) is passed by value as long as it fits.
+// Bytes: reads p, g, m, writes p, m: 20 an element in float32, as momentum SGD (Adam: 28). H and S are short and
+// cached. Each block updates one chunk of one parameter; what lies where is told by a table on the device that seldom
+// changes. What changes with every step (scalars, addresses of gradients) is passed by value as long as it fits.
 
 #include "common.cuh"
 

@@ -206,14 +206,13 @@ def test_profile_reads_what_ncu_prints():
         **{"kernel": "update", "grid": "(7, 1, 1)", "us": 4752.0, "dram_percent": 93.0},
         **{"bytes_per_second": 2000.5e9, "registers": 32.0, "occupancy_percent": 75.0},
     }
-    profile.label_layers(launches, ["a", "b", "c"])
     _, columns = profile.summed(launches)
     assert (columns["launches"], columns["us"]) == (3, 6.0)
     assert columns["dram_percent"] == pytest.approx((10 + 2 * 20 + 3 * 30) / 6)
     facts = {"device": "a GPU", "cuda": "13", "torch": "2", "cupy": "14", "date": "today", "commit": None}
     page = profile.render({"environment": facts, "launches": launches})
     assert "| update | 1 | 4,752 | 93% | 2,000 | 32 | 75% |" in page
-    assert page.index("| c |") < page.index("| a |")  # the longest first
+    assert page.index("| (7, 1, 1) | 3.00 |") < page.index("| (7, 1, 1) | 1.00 |")  # the longest first
     assert profile.parse("==ERROR== ERR_NVGPUCTRPERM\n") == []
 
 

@@ -28,8 +28,11 @@ class Table:
     def __init__(self, dtype: Any, length: int, like: Any, device: Any) -> None:
         self.rows, self.ptr = np.zeros(length, dtype), 1
 
-    def upload(self, stream: int) -> None:
-        pass
+    def upload(self, stream: int) -> bool:
+        return True
+
+    def like(self) -> Table:
+        return Table(self.rows.dtype, len(self.rows), None, None)
 
 
 @pytest.fixture
@@ -75,3 +78,33 @@ def test_a_repeated_geometry_is_described_once(factors: CudaFactors) -> None:
         factors.accumulate(0, *pair(7))
     assert factors._sums[0].version == 1
     assert [int(v["operand"]["add"][0]) for v in Recorder.launches["column_sums"]] == [0, 1, 1]
+
+
+def test_an_array_that_changes_while_it_waits_is_not_read(factors: CudaFactors) -> None:
+    """Its layer keeps its factors on this step, the others do not; and nothing waits any more."""
+    (h, s), (k, t) = pair(4), pair(6)
+    factors.defer(0, h, s)
+    factors.flush()
+    factors.defer(0, k, t)
+    t.mul_(0)
+    with pytest.warns(UserWarning, match="changed in place before they were read"):
+        factors.flush()
+    assert factors._sums[0].count == 0 and len(Recorder.launches["column_sums"]) == 1
+    factors.defer(0, k, t)
+    assert len(Recorder.launches["column_sums"]) == 2 and not factors._waiting
+    assert Recorder.launches["column_sums"][1]["operand"]["add"][0] == 0  # nothing is left of the dropped sums
+
+
+def test_graphs_keep_what_they_read_and_nothing_else(factors: CudaFactors) -> None:
+    def step(rows: int) -> None:
+        factors.accumulate(0, *pair(rows))
+        factors.update()
+
+    step(128)
+    before = factors._fold_table, factors._sums[0].halves[0].memory
+    factors.hold()
+    for rows in (4096, 128, 4096, 2048, 128):
+        step(rows)
+    assert factors._fold_table is not before[0]  # its rows are another geometry's now
+    assert len(factors._held) == 7  # three tables, and workspace and sums of both arrays
+    assert all(any(x is held for held in factors._held) for x in before)

@@ -52,9 +52,9 @@ def test_a_struct_of_another_size_does_not_compile(name: str, monkeypatch: pytes
 
 def test_arguments_fit_every_device() -> None:
     """4 KiB of arguments a launch, and each struct a whole number of 8-byte words, as arrays of it are read."""
-    for struct in (table.ColumnSums, table.Fold, table.Average, table.Update):
+    for struct in (table.ColumnSums, table.Fold, table.Average, table.Schedule, table.Update):
         assert struct.itemsize <= 4096
-    for struct in (table.FoldJob, table.AverageJob, table.Parameter, table.Share):
+    for struct in (table.FoldJob, table.AverageJob, table.Parameter, table.Share, table.Hyper, table.Rate):
         assert struct.itemsize % 8 == 0
 
 

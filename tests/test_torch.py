@@ -22,6 +22,7 @@ from torch_helpers import (  # noqa: E402
     mlp,
     near,
     net,
+    refused,
     rows,
     run,
     torch_device,  # noqa: F401
@@ -329,3 +330,85 @@ def test_more_groups_than_a_launch_has_room_for(device: str) -> None:
     optimizer.step()
     for k, (layer, old) in enumerate(zip(model, before)):
         near(layer.weight, old - 1e-3 * k / (1 + 1e-3))  # no layer was seen: all factors are still 1
+
+
+def test_hooks_of_a_subclass_with_a_step_of_its_own_run_once() -> None:
+    class Mine(AdaFisher):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    seen: list[str] = []
+    optimizer = Mine(mlp("cpu"))
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    run(optimizer, rows("cpu", 2))
+    assert seen == ["before", "after"] * 2
+
+
+def test_global_hooks_and_the_profiler_see_the_step() -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    optimizer, seen = AdaFisher(mlp("cpu")), []
+    (x,) = rows("cpu", 1)
+    run(optimizer, [x])
+    handle = register_optimizer_step_post_hook(lambda *_: seen.append(1))
+    try:
+        run(optimizer, [x])
+    finally:
+        handle.remove()
+    run(optimizer, [x])
+    assert seen == [1]
+    with torch.profiler.profile() as profile:
+        run(optimizer, [x])
+    assert "Optimizer.step#AdaFisher.step" in {event.name for event in profile.events()}
+
+
+def test_true_is_no_learning_rate_even_where_one_was() -> None:
+    optimizer = run(AdaFisher(mlp("cpu"), lr=1), rows("cpu", 1))
+    optimizer.param_groups[0]["lr"] = True
+    with refused(optimizer, "`lr` must be a number"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("change", [lambda p: p[:2], lambda p: p.view(7, 3), lambda p: p.t()])
+def test_a_parameter_that_changes_under_its_address_is_refused(device: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Though its gradient of before is still there, and fits what it was."""
+    optimizer = AdaFisher(mlp(device))
+    for x in rows(device, 3):
+        optimizer.zero_grad()
+        loss_of(optimizer.model, x).backward()
+        optimizer.step()
+    weight = optimizer.model[3].weight  # (3, 7)
+    weight.data = change(weight.data)
+    before = {name: p.detach().clone() for name, p in optimizer.model.named_parameters()}
+    with pytest.raises(CafinError):
+        optimizer.step()
+    for name, p in optimizer.model.named_parameters():
+        assert torch.equal(p, before[name]), name
+
+
+def test_gradients_with_the_negative_bit(device: str) -> None:
+    one, other = (AdaFisher(mlp(device)) for _ in range(2))
+    for x in rows(device, 3):
+        for optimizer in (one, other):
+            optimizer.zero_grad()
+            loss_of(optimizer.model, x).backward()
+        for p in one.model.parameters():
+            p.grad = torch._neg_view(-p.grad)
+        one.step()
+        other.step()
+    assert_same(one, other)
+
+
+def test_a_parameter_that_leaves_its_group_is_not_trained(device: str) -> None:
+    optimizer = run(AdaFisher(mlp(device)), rows(device, 2))
+    bias = optimizer.param_groups[0]["params"].pop()
+    before = bias.detach().clone()
+    run(optimizer, rows(device, 1))
+    assert torch.equal(bias, before)
+
+
+def test_a_capturable_state_without_a_step_is_saved_as_zero() -> None:
+    optimizer = run(AdaFisher(mlp("cpu"), capturable=True), rows("cpu", 1))
+    del next(iter(optimizer.state.values()))["step"]
+    assert optimizer.state_dict()["state"][0]["step"] == 0

@@ -193,7 +193,9 @@ def test_more_gradients_than_the_arguments_hold() -> None:
         run = optimizer.capture(iteration) if graphs else iteration
         for _ in range(8):
             run()
-        iteration()  # and one without a graph, whose gradients lie elsewhere
+        for _ in range(2):  # and some without a graph, whose gradients lie elsewhere, each time at the same place
+            iteration()
+            run()
         results.append(optimizer)
     assert_same(*results, 1e-5)
 
@@ -207,6 +209,47 @@ def test_a_parameter_without_gradient_is_not_counted() -> None:
     train(captured, batches, True)
     train(plain, batches, False)
     assert_same(captured, plain, 1e-5)
+
+
+@gpu
+def test_a_script_may_reset_the_count_of_a_parameter() -> None:
+    captured, plain = pair(TCov=100)
+    batches = images("cuda", *[4] * 4)
+    for optimizer in (captured, plain):
+        train(optimizer, batches, False)
+        weight = optimizer.model.head.weight
+        optimizer.state[weight]["step"] = 0
+        train(optimizer, batches, False)
+    assert_same(captured, plain)
+    assert int(captured.state[captured.model.head.weight]["step"]) == 4
+
+
+@gpu
+def test_a_failed_capture_counts_no_step() -> None:
+    optimizer = AdaFisher(mlp("cuda"), TCov=100, capturable=True)
+    (x,) = rows("cuda", 1)
+    inner = iteration_of(optimizer, x)
+
+    def iteration() -> float:
+        return float(inner())  # waits for the device, which no capture allows
+
+    run = optimizer.capture(iteration)
+    for _ in range(3):
+        run()
+    with pytest.raises(RuntimeError):
+        run()
+    assert optimizer.steps == 3
+
+
+@gpu
+def test_a_sampled_step_is_not_captured_by_halves() -> None:
+    """Forward and backward alone: the host would not know of the sums."""
+    optimizer = AdaFisher(mlp("cuda"), TCov=1)
+    (x,) = rows("cuda", 1)
+    iteration_of(optimizer, x)()
+    optimizer.zero_grad()
+    with pytest.raises(BackendError, match="must not capture a sampled step"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        loss_of(optimizer.model, x).backward()
 
 
 @gpu

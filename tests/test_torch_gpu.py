@@ -125,7 +125,7 @@ def test_a_backward_pass_that_fails_leaves_nothing_behind() -> None:
     assert_same(one, other)
 
 
-def test_layers_of_several_streams(tmp_path: Path) -> None:
+def test_layers_of_several_streams() -> None:
     """Arrays that wait are read on the stream that made them, and the step waits for it."""
     one, other = (AdaFisher(mlp("cuda"), TCov=1) for _ in range(2))
     stream = torch.cuda.Stream()
@@ -409,3 +409,44 @@ def test_kernels_are_refused_for_other_dtypes_if_asked_for() -> None:
     optimizer = AdaFisher(mlp("cpu").to("cuda", torch.float64), backend="cuda")
     with pytest.raises(CafinError, match="the kernels take float32 and these arrays are float64"):
         optimizer.step()
+
+
+def test_momentum_of_another_dtype_is_refused() -> None:
+    """The kernel writes float32 there."""
+    optimizer = trained()
+    backward(optimizer)
+    state = optimizer.state[optimizer.model.head.weight]
+    state["exp_avg"] = state["exp_avg"].half()
+    with refused(optimizer, "momentum of head.weight", "float32", "float16"):
+        optimizer.step()
+
+
+def test_a_hook_that_changes_a_gradient_in_place_is_noticed() -> None:
+    """It comes after ours, while the layer waits for a common launch: the layer is left out, with a warning; afterwards
+    each layer is read at once."""
+    one, other = (AdaFisher(mlp("cuda"), TCov=1) for _ in range(2))
+
+    def pass_of(optimizer: AdaFisher, x: Tensor, spoils: bool) -> None:
+        optimizer.zero_grad()
+        first, *others = optimizer.model
+        y = first(x)
+        if spoils:
+            y.register_hook(lambda s: s.mul_(0.5))
+        for layer in others:
+            y = layer(y)
+        y.float().square().mean().backward()
+
+    first, second = rows("cuda", 2)
+    before = [f.clone() for f in one.factors()["0"]]
+    with pytest.warns(UserWarning, match="changed in place before they were read: .*0"):
+        pass_of(one, first, True)
+    one.step()
+    assert all(map(torch.equal, before, one.factors()["0"]))
+    assert not torch.equal(one.factors()["3"][0], torch.ones_like(one.factors()["3"][0]))
+    other.load_state_dict(one.state_dict())
+    other.model.load_state_dict(one.model.state_dict())
+    for optimizer in (one, other):
+        pass_of(optimizer, second, optimizer is one)
+        optimizer.step()
+    for mine, plain in zip(one.factors()["0"], other.factors()["0"]):
+        assert torch.equal(mine, plain)  # read before the hook

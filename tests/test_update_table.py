@@ -16,6 +16,7 @@ class Table:
     """Takes the place of `DeviceTable`: keeps what each upload would have sent, and fails on request."""
 
     fail = False
+    captured = False  # what an upload says of itself
 
     def __init__(self, dtype: Any, length: int, like: Any, device: int) -> None:
         self.rows, self.ptr, self.sent = np.zeros(length, dtype), 1, []
@@ -24,7 +25,7 @@ class Table:
         if Table.fail:
             raise MemoryError("no pinned memory")
         self.sent.append(self.rows.copy())
-        return True
+        return not self.captured
 
 
 @pytest.fixture
@@ -75,6 +76,17 @@ def test_more_gradients_than_arguments_hold_are_uploaded_when_they_move(monkeypa
         assert launch._gradients.sent[-1].tolist() == g
         assert launch._arguments.values["gradients"] != 0 and launch._arguments.values["hypers"] == 0
     assert len(launch._gradients.sent) == 2
+
+
+def test_after_a_capture_gradients_are_always_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay brings its own addresses to the table, at any time."""
+    count = table.WORDS + 1
+    launch = made(monkeypatch, [Layout(6, 3, 0, 0)] * count)
+    p, g = list(range(16, 16 * count + 1, 16)), list(range(16 * count, 32 * count, 16))
+    for captured, addresses in ((False, g), (True, p), (False, g), (False, g)):
+        monkeypatch.setattr(Table, "captured", captured)
+        launch(p, addresses, p, SETS, [0] * count, 0)
+    assert [sent.tolist() for sent in launch._gradients.sent] == [g, p, g, g]
 
 
 def test_more_scalars_than_arguments_hold_are_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
