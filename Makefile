@@ -22,9 +22,9 @@ SERVES_test := train bench
 SERVES_check := train bench test
 
 # The tests run in several processes; threads on top of them would only wait for each other.
-test check package: export OMP_NUM_THREADS := 1
+test emulate check package: export OMP_NUM_THREADS := 1
 
-.PHONY: help train doctor bench test check package clean
+.PHONY: help train doctor bench test emulate check package clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -39,14 +39,19 @@ doctor: $(VENV)/.for-train ## say which backend will run here, and why
 bench: $(VENV)/.for-bench ## measure against the other optimizers on this machine
 	$(PY) -m bench $(ARGS)
 
-test: $(VENV)/.for-test ## run the tests; those that need a GPU are skipped where there is none
+test: $(VENV)/.for-test ## run the tests; where there is no GPU, those of the kernels run on an emulated one
 	$(PY) -m pytest $(PYTEST_ARGS) $(ARGS)
+	$(if $(ARGS),,$(MAKE) emulate)
+
+emulate: $(VENV)/.for-test ## run the tests of the kernels on an emulated GPU; PyTorch's need a real one
+	PYTHONPATH=tests $(PY) -m emulation $(PYTEST_ARGS) $(ARGS)
 
 check: $(VENV)/.for-check ## format, lint, types, tests, then the tests again on the built wheel
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy cafin_cupy adapters bench
 	$(PY) -m pytest $(PYTEST_ARGS)
+	$(MAKE) emulate
 	$(MAKE) package
 
 # The source tree is deleted from the unpacked sdist, so its tests can only find the installed wheel. The second

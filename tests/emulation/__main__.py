@@ -1,0 +1,70 @@
+"""`PYTHONPATH=tests python -m emulation [options of pytest]`: the tests marked `gpu` on the emulated GPU, three times.
+
+Paths among the options take the place of `FILES`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from . import compiler
+
+TESTS = Path(__file__).resolve().parent.parent
+# The tests on CuPy arrays; PyTorch's need a GPU. All together must launch every kernel.
+FILES = (
+    *("arrays", "backend", "copies", "cuda_factors", "factors", "laws", "optimizer", "readme", "runtime", "table"),
+    *("update", "emulation"),
+)
+
+
+def gpus() -> int:
+    """How many GPUs the driver of this machine offers."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    return count.value if driver.cuInit(0) == driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+
+
+def run(name: str, options: list[str], environment: dict[str, str]) -> bool:
+    """True if pytest has passed."""
+    print(f"emulation: {name}", flush=True)
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "emulation.plugin", "-m", "gpu", *options]
+    passed = subprocess.run(command, env={**os.environ, **environment}, check=False).returncode == 0
+    print(f"emulation: {name}: {'passed' if passed else 'FAILED'} in {time.monotonic() - begin:.0f} s", flush=True)
+    return passed
+
+
+def main(options: list[str]) -> int:
+    if gpus():
+        print("emulation: skipped, as the tests run on this machine's GPU; CUDA_VISIBLE_DEVICES= hides it")
+        return 0
+    if compiler.compiler() is None:
+        print("emulation: skipped, as there is no C++ compiler; install g++, or set CXX")
+        return 0
+    sanitized = compiler.sanitized_environment()
+    if sanitized is None:
+        print("emulation: without sanitizers, as this compiler has no shared library of them; g++ has")
+    given = any(Path(option.partition("::")[0]).exists() for option in options)
+    files = [] if given else [str(TESTS / f"test_{name}.py") for name in FILES]
+    with tempfile.TemporaryDirectory(prefix="emulation-") as folder:  # for what a process that dies leaves behind
+        common = {"TMPDIR": folder, "OMP_NUM_THREADS": "1", "EMULATION_ALL": "" if given or "-k" in options else "1"}
+        options = [*options, *files]
+        passed = [run("in order", options, common)]
+        passed.append(run("random order", options, {**common, "EMULATION_ORDER": "1", "HYPOTHESIS_EXAMPLES": "5"}))
+        if sanitized is not None:  # which write to the standard error of a process that they end
+            options = ["--capture=no", *options]
+            passed.append(run("sanitizers", options, {**common, **sanitized, "HYPOTHESIS_EXAMPLES": "3"}))
+    return 0 if all(passed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,216 @@
+// Runs the blocks of a launch one after another. The threads of a block are fibers on stacks of their own; they change over
+// only where they wait for one another, at a barrier or a shuffle. Kernels that wait for other blocks would hang.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstdio>
+#include <utility>
+
+#ifdef __SSE2__
+#include <xmmintrin.h>
+#endif
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
+
+// ---- Switching stacks ----
+
+#if defined(__x86_64__) && defined(__ELF__) && !defined(PORTABLE)
+typedef void* Context;  // the stack pointer, with the callee-saved registers above it
+
+extern "C" void switch_stacks(void** from, void* to);
+asm(R"(
+    .text
+    .type switch_stacks, @function
+switch_stacks:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+    .size switch_stacks, .-switch_stacks
+)");
+
+static void change(Context& from, Context& to) { switch_stacks(&from, to); }
+
+static void prepare(Context& context, unsigned char* stack, size_t size, void (*body)()) {
+    void** top = reinterpret_cast<void**>(stack + size);
+    *--top = nullptr;  // body does not return
+    *--top = reinterpret_cast<void*>(body);
+    for (int k = 0; k < 6; ++k) *--top = nullptr;
+    context = top;
+}
+#else  // two system calls a switch
+#include <ucontext.h>
+typedef ucontext_t Context;
+
+static void change(Context& from, Context& to) { swapcontext(&from, &to); }
+
+static void prepare(Context& context, unsigned char* stack, size_t size, void (*body)()) {
+    getcontext(&context);
+    context.uc_stack.ss_sp = stack;
+    context.uc_stack.ss_size = size;
+    context.uc_link = nullptr;
+    makecontext(&context, body, 0);
+}
+#endif
+
+namespace emulation {
+typedef unsigned long long u64;
+
+constexpr int WARP_SIZE = 32;
+constexpr int MOST = 1024;            // threads of a block
+constexpr size_t STACK = 256 << 10;  // untouched pages cost nothing
+
+enum State { READY, ENDED, SHUFFLE, BARRIER };
+
+struct Fiber {
+    Context context;
+    State state;
+    int line;         // where it waits
+    unsigned source;  // the lane whose value it wants
+    u64 in, out;
+};
+
+struct Index {
+    unsigned x;
+};
+
+static Index threadIdx, blockIdx;
+static u64 block_number;       // over all launches, from 1
+static const void* arguments;  // of the launch
+static bool mask_refused;
+
+static Fiber fibers[MOST];
+static Context scheduler;
+static unsigned char* stacks;
+static int threads;
+static void (*enter)();
+static unsigned random_state;  // 0: threads and blocks in order
+static char message[256];
+
+template <typename Argument>
+Argument argument_of(void (*)(Argument));
+
+static void body() {
+    enter();
+    Fiber& fiber = fibers[threadIdx.x];
+    fiber.state = ENDED;
+    change(fiber.context, scheduler);
+}
+
+// Lets the others run until all partners are here; returns what they have found together.
+static u64 wait(State state, u64 value, int line, unsigned source = 0) {
+    Fiber& fiber = fibers[threadIdx.x];
+    fiber.state = state;
+    fiber.in = value;
+    fiber.line = line;
+    fiber.source = source;
+    change(fiber.context, scheduler);
+    return fiber.out;
+}
+
+static bool together(const Fiber& a, const Fiber& b) { return a.state == b.state && a.line == b.line; }
+
+// Lets go the warps whose lanes all wait at one shuffle, else the block if all its threads wait at one barrier. False if
+// there are none: some thread waits in vain.
+static bool release() {
+    bool released = false;
+    for (Fiber* warp = fibers; warp < fibers + threads; warp += WARP_SIZE) {
+        bool all = warp->state == SHUFFLE;
+        for (int lane = 0; lane < WARP_SIZE; ++lane) all = all && together(warp[lane], *warp);
+        if (!all) continue;
+        for (int lane = 0; lane < WARP_SIZE; ++lane) warp[lane].out = warp[warp[lane].source].in;
+        for (int lane = 0; lane < WARP_SIZE; ++lane) warp[lane].state = READY;
+        released = true;
+    }
+    if (released) return true;
+    u64 any = 0;
+    for (int t = 0; t < threads; ++t) {
+        if (fibers[t].state != BARRIER || !together(fibers[t], fibers[0])) return false;
+        any |= fibers[t].in;
+    }
+    for (int t = 0; t < threads; ++t) fibers[t].out = any, fibers[t].state = READY;
+    return true;
+}
+
+static const char* waits_in_vain() {
+    static const char* does[] = {"is ready", "has ended", "waits at a shuffle", "waits at a barrier"};
+    int one = 0;
+    while (fibers[one].state == ENDED) ++one;
+    int other = fibers[one].state == SHUFFLE ? one / WARP_SIZE * WARP_SIZE : 0;
+    while (together(fibers[other], fibers[one])) ++other;
+    const Fiber &a = fibers[one], &b = fibers[other];
+    snprintf(message, sizeof message, "block %u: thread %d %s in line %d in vain, thread %d %s (last stop: line %d)",
+             blockIdx.x, one, does[a.state], a.line, other, does[b.state], b.line);
+    return message;
+}
+
+static unsigned random_below(unsigned n) {
+    random_state = random_state * 1664525u + 1013904223u;
+    return unsigned(u64(random_state) * n >> 32);
+}
+
+static const char* run_block() {
+    static int order[MOST];
+    ++block_number;
+    for (int t = 0; t < threads; ++t) {
+        order[t] = t;
+        fibers[t].state = READY;
+        fibers[t].line = 0;
+        prepare(fibers[t].context, stacks + STACK * t, STACK, body);
+    }
+    for (;;) {
+        if (random_state)
+            for (int t = threads - 1; t > 0; --t) std::swap(order[t], order[random_below(t + 1)]);
+        int ended = 0;
+        for (int k = 0; k < threads; ++k) {
+            threadIdx.x = order[k];
+            Fiber& fiber = fibers[order[k]];
+            if (fiber.state == READY) change(scheduler, fiber.context);
+            ended += fiber.state == ENDED;
+        }
+        if (mask_refused) return "only shuffles of whole warps are emulated";
+        if (ended == threads) return nullptr;
+        if (!release()) return waits_in_vain();
+    }
+}
+
+static const char* run(void (*kernel)(), int grid, int block, const void* at, unsigned seed) {
+    if (block < 1 || block > MOST || block % WARP_SIZE) return "a block must have whole warps, 32 at most";
+    if (!stacks) {
+        const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+        void* memory = mmap(nullptr, STACK * MOST, PROT_READ | PROT_WRITE, flags, -1, 0);
+        if (memory == MAP_FAILED) return "no memory for the stacks";
+        stacks = static_cast<unsigned char*>(memory);
+    }
+    enter = kernel, threads = block, arguments = at, mask_refused = false, random_state = seed;
+#ifdef __SSE2__  // CuPy compiles with -ftz=true: denormals count as 0 (here those of double as well)
+    const unsigned control = _mm_getcsr();
+    _mm_setcsr(control | 0x8040);
+#endif
+    const char* problem = nullptr;
+    for (int k = 0; k < grid && !problem; ++k) {
+        blockIdx.x = seed ? grid - 1 - k : k;
+        problem = run_block();
+    }
+#ifdef __SSE2__
+    _mm_setcsr(control);
+#endif
+#ifdef __SANITIZE_ADDRESS__
+    if (problem) __asan_unpoison_memory_region(stacks, STACK * MOST);  // left by threads that never ended
+#endif
+    return problem;
+}
+}  // namespace emulation

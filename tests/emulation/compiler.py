@@ -1,0 +1,140 @@
+"""CUDA C to functions of this process, by a C++ compiler.
+
+The environment decides: CXX names the compiler; EMULATION_SANITIZE=1 adds AddressSanitizer and
+UndefinedBehaviorSanitizer, in a process that was started with `sanitized_environment()`; EMULATION_ORDER is the seed of
+a random order of threads, 0 for none. Each process compiles for itself, in half a second a source, into a temporary
+folder.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+FLAGS = (
+    *("-std=c++17", "-O1", "-g1", "-w", "-fPIC", "-shared", "-fvisibility=hidden"),
+    *("-ffp-contract=off", "-fno-strict-aliasing", f"-I{HERE}"),
+)
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+
+_KERNEL = re.compile(r"__global__[^;{(]*(?:__launch_bounds__\([^)]*\))?\s*\b(\w+)\s*\(const ")
+_SHARED = re.compile(r"__shared__ ([^;]+);")
+
+_numbers = itertools.count()
+launches: Counter[str] = Counter()  # of each kernel, in this process
+
+
+@cache
+def compiler() -> str | None:
+    """A C++ compiler, or None."""
+    names = (os.environ.get("CXX", ""), "g++", "c++", "clang++")
+    return next((name for name in names if name and shutil.which(name)), None)
+
+
+@cache
+def _folder() -> Path:
+    """Where the libraries of this process lie."""
+    made = tempfile.mkdtemp(prefix="emulation-")
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return Path(made)
+
+
+def _compile(program: str, *flags: str) -> tuple[Path, str]:
+    """(library, log) of a C++ program; no library where it does not compile."""
+    library = _folder() / f"{next(_numbers)}.so"
+    command = [compiler() or "g++", "-x", "c++", "-", *FLAGS, *flags, "-o", str(library)]
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # the compiler is not sanitized
+    done = subprocess.run(command, input=program, capture_output=True, text=True, check=False, env=env)
+    return library, done.stderr
+
+
+@cache
+def sanitized_environment() -> dict[str, str] | None:
+    """What a Python process needs in its environment to load sanitized libraries; None where there is no way."""
+    # `new` makes the library need libstdc++, which the sanitizer must find loaded.
+    library, _ = _compile("int* probe() { return new int; }", *SANITIZERS)
+    if not library.exists() or not shutil.which("ldd"):
+        return None
+    needed = subprocess.run(["ldd", str(library)], capture_output=True, text=True, check=False).stdout
+    found = [re.search(rf"{name}\.so\S* => (\S+)", needed) for name in ("libasan", r"libstdc\+\+")]
+    if not all(found):
+        return None
+    return {
+        "EMULATION_SANITIZE": "1",
+        "LD_PRELOAD": ":".join(match[1] for match in found if match),
+        "ASAN_OPTIONS": "detect_leaks=0,detect_stack_use_after_return=0",  # Python leaks; fibers have their own stacks
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+
+
+def _poisoned(shared: re.Match[str]) -> str:
+    """The declaration of shared variables, and POISON for each of them."""
+    declaration = re.sub(r"\[[^\]]*\]|\([^)]*\)", "", shared[1])
+    while "<" in declaration:
+        declaration = re.sub(r"<[^<>]*>", "", declaration)
+    names = [part.split()[-1] for part in declaration.split(",")]
+    return shared[0] + "".join(f" POISON({name});" for name in names)
+
+
+def translate(source: str) -> str:
+    """C++ of a CUDA source."""
+    kernels = "".join(f"EMULATE({name})\n" for name in _KERNEL.findall(source))
+    # In a namespace without a name, templates' shared variables are the library's own: else no sanitizer guards them.
+    return f'#include "cuda.h"\nnamespace {{\n{_SHARED.sub(_poisoned, source)}\n}}\n{kernels}'
+
+
+class CompileError(RuntimeError):
+    """The compiler's log."""
+
+
+def build(source: str, options: tuple[str, ...] = ()) -> ctypes.PyDLL:
+    """The library of a CUDA source, with `emulate_<name>` for each kernel; of `options`, the macros count.
+
+    Raises:
+        CompileError: it does not compile.
+    """
+    if compiler() is None:
+        raise CompileError("build: a C++ compiler must be on the PATH, got none; install g++ or set CXX")
+    flags = [option for option in options if option.startswith("-D")]
+    if os.environ.get("EMULATION_SANITIZE") == "1":
+        flags += SANITIZERS
+    library, log = _compile(translate(source), *flags)
+    if not library.exists():
+        raise CompileError(f"build: the source must compile, got\n{log}")
+    return ctypes.PyDLL(str(library))  # keeps Python's lock: one launch at a time
+
+
+class Kernel:
+    """A compiled kernel; `ptr` stands for CUDA's handle of it."""
+
+    known: dict[int, Kernel] = {}  # noqa: RUF012
+
+    def __init__(self, library: ctypes.PyDLL, name: str) -> None:
+        self.name = name
+        self._run = library[f"emulate_{name}"]
+        self._run.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint]
+        self._run.restype = ctypes.c_char_p
+        self._seed = int(os.environ.get("EMULATION_ORDER", "0"))
+        self.ptr = ctypes.cast(self._run, ctypes.c_void_p).value or 0
+        self.known[self.ptr] = self
+
+    def __call__(self, grid: int, block: int, arguments: int) -> None:
+        """Run `grid` blocks of `block` threads to their end, on the struct at the address `arguments`.
+
+        Raises:
+            RuntimeError: threads wait in vain.
+        """
+        launches[self.name] += 1
+        problem = self._run(grid, block, arguments, self._seed and self._seed + launches.total())
+        if problem:
+            raise RuntimeError(f"emulation: {self.name} of {grid} x {block} threads: {problem.decode()}")

@@ -1,0 +1,90 @@
+// What the kernels use of CUDA C++, for a C++ compiler. Their source follows, then EMULATE(name) for each kernel.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "blocks.h"
+
+#define EMULATED
+#define __global__
+#define __device__
+#define __launch_bounds__(...)
+#define __shared__ static  // compiler.py adds POISON behind each declaration
+
+using emulation::blockIdx;
+using emulation::threadIdx;
+
+#define __syncthreads() ((void)emulation::wait(emulation::BARRIER, 0, __LINE__))
+#define __syncthreads_or(x) ((int)emulation::wait(emulation::BARRIER, !!(x), __LINE__))
+#define __shfl_xor_sync(mask, x, bits) emulation::shuffle_xor(mask, x, bits, __LINE__)
+
+// Fills shared memory with NaN once a block.
+#define POISON(x)                                                                            \
+    do {                                                                                     \
+        static unsigned long long seen;                                                      \
+        if (seen != emulation::block_number) memset((void*)&x, 0xff, sizeof x);              \
+        seen = emulation::block_number;                                                      \
+    } while (0)
+
+namespace emulation {
+template <typename To, typename From>
+To bits(From x) {
+    static_assert(sizeof(To) == sizeof(From));
+    To y;
+    memcpy(&y, &x, sizeof y);
+    return y;
+}
+
+template <typename V>
+V shuffle_xor(unsigned mask, V x, unsigned bits, int line) {
+    static_assert(std::is_arithmetic_v<V> && sizeof(V) <= sizeof(u64));
+    if (mask != 0xffffffffu) mask_refused = true;
+    u64 word = 0;
+    memcpy(&word, &x, sizeof x);
+    word = wait(SHUFFLE, word, line, (threadIdx.x ^ bits) % WARP_SIZE);
+    memcpy(&x, &word, sizeof x);
+    return x;
+}
+}  // namespace emulation
+
+template <typename V, typename W>
+std::common_type_t<V, W> min(V a, W b) {
+    static_assert(std::is_integral_v<V> && std::is_integral_v<W>, "of floats, CUDA's min ignores NaN");
+    return b < a ? b : a;
+}
+template <typename V, typename W>
+std::common_type_t<V, W> max(V a, W b) {
+    static_assert(std::is_integral_v<V> && std::is_integral_v<W>, "of floats, CUDA's max ignores NaN");
+    return b > a ? b : a;
+}
+
+inline double __longlong_as_double(long long x) { return emulation::bits<double>(x); }
+inline float __uint_as_float(unsigned x) { return emulation::bits<float>(x); }
+
+// What common.cuh has in PTX. By integers: denormal halves are normal floats, and denormal floats count as 0 here.
+inline float half_to_float(unsigned short half) {
+    const unsigned sign = unsigned(half & 0x8000) << 16;
+    int exponent = half >> 10 & 31;
+    unsigned fraction = half & 1023;
+    if (exponent == 31) return __uint_as_float(sign | 0x7f800000u | fraction << 13);
+    if (exponent == 0) {
+        if (fraction == 0) return __uint_as_float(sign);
+        for (exponent = 1; !(fraction & 1024); --exponent) fraction <<= 1;
+        fraction &= 1023;
+    }
+    return __uint_as_float(sign | unsigned(exponent + 112) << 23 | fraction << 13);
+}
+inline void wait_for_previous_launch() {}
+inline void allow_next_launch() {}
+
+// emulate_<kernel>(grid, block, address of the arguments, seed of the order of threads): null, or what went wrong.
+#define EMULATE(kernel)                                                                                     \
+    using Argument_##kernel = decltype(emulation::argument_of(kernel));                                     \
+    static_assert(sizeof(Argument_##kernel) <= 4096, "every device takes 4 KiB of arguments");              \
+    static void enter_##kernel() { kernel(*static_cast<const Argument_##kernel*>(emulation::arguments)); }  \
+    extern "C" __attribute__((visibility("default"))) const char* emulate_##kernel(                         \
+        int grid, int block, const void* arguments, unsigned seed) {                                        \
+        return emulation::run(enter_##kernel, grid, block, arguments, seed);                                \
+    }
