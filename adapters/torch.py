@@ -39,6 +39,7 @@ __all__ = ["AdaFisher", "AdaFisherW"]
 _profiling = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 _backward_number = getattr(torch._C, "_current_graph_task_id", None)
 _READ_BY_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
+_SERVED = object()  # marks a `step` that serves hooks and profiler itself
 _PLAIN = (float, int)
 
 
@@ -190,7 +191,7 @@ class AdaFisher(torch.optim.Optimizer):
     @property
     def samples(self) -> bool:
         """True if the next step refreshes the factors."""
-        return self.steps % self.TCov == 0
+        return self.steps % self._TCov == 0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See `torch.optim.Optimizer.add_param_group`."""
@@ -218,13 +219,16 @@ class AdaFisher(torch.optim.Optimizer):
         """From backward: a layer's input and output gradient."""
         if not self.samples:  # a late backward through a graph of an earlier, sampled step
             return
-        if not self.capturable and h.is_cuda and torch.cuda.is_current_stream_capturing():
+        capturing = h.is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing and not self.capturable:
             raise BackendError(
                 "backward: a CUDA graph must not capture a sampled step, whose sums the host counts; capture an "
                 f"unsampled one, or use {type(self).__name__}(model, ..., capturable=True)"
             )
         self._seen.add(index)
         factors = self._factors
+        if capturing:
+            factors.hold()
         if factors.kernels:
             h = h if h.dtype in _READ_BY_KERNELS else h.float()
             s = s if s.dtype in _READ_BY_KERNELS else s.float()
@@ -272,7 +276,8 @@ class AdaFisher(torch.optim.Optimizer):
         Raises:
             CafinError: a gradient or scalar is refused; nothing has been changed then.
         """
-        if type(self).step is not AdaFisher.step:  # torch has wrapped the subclass's own
+        own = type(self).step
+        if own is not AdaFisher.step and getattr(own, "hooked", None) is True:  # torch has wrapped a subclass's
             return self._step(closure)
         if closure is None and not (
             self._optimizer_step_pre_hooks
@@ -284,7 +289,7 @@ class AdaFisher(torch.optim.Optimizer):
             return self._step()
         return self._watched_step(closure)
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch must not wrap it: hooks and profiler are served above
+    step.hooked = _SERVED  # type: ignore[attr-defined]  # torch must not wrap it
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -309,6 +314,7 @@ class AdaFisher(torch.optim.Optimizer):
             assert grads is not None
         if capturing:
             self._captured.append(plan)  # a replay reads its tables
+            plan.expect_capture()
         hypers = self._checked_hypers()
         if self.samples:
             self._refresh(loss_scale)

@@ -104,6 +104,7 @@ def check_capture(optimizer: AdaFisher) -> None:
     elif getattr(optimizer, "found_inf", None) is not None:
         rule = "be captured without a GradScaler, whose verdict is read on the host"
     if rule is not None:
-        mend = f"use {type(optimizer).__name__}(model, ..., capturable=True), or capture forward and backward alone"
+        name = type(optimizer).__name__
+        mend = f"use {name}(model, ..., capturable=True), or capture forward and backward of an unsampled step alone"
         raise BackendError(f"step: it must {rule}; {mend}")
     optimizer._factors.hold()

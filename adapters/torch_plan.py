@@ -39,7 +39,7 @@ class Plan:
 
     def __init__(self, optimizer: AdaFisher) -> None:
         self.groups = groups = optimizer.param_groups
-        self.sizes = [len(group["params"]) for group in groups]
+        self.listed = [list(group["params"]) for group in groups]
         every = [(number, p) for number, group in enumerate(groups) for p in group["params"]]
         active = [(number, p) for number, p in every if p.grad is not None or p in optimizer.state]
         order = {id(p): place for place, p in enumerate(optimizer.state)}  # new ones come behind
@@ -104,6 +104,7 @@ class Plan:
             state["step"] = step
         self.schedule = CudaSchedule(self.group, steps.data_ptr(), self.params[0], int(self.device))
         self.numbers = list(range(len(self.params)))
+        self.reserve()  # for a script that captures by itself
 
     def _name(self, p: Tensor) -> str:
         return self.names.get(id(p), "params")
@@ -132,18 +133,25 @@ class Plan:
         """False if a parameter or its state has been replaced since, or another parameter has a gradient."""
         if self.kept is not optimizer.state or (self.in_order and len(self.kept) != len(self.params)):
             return False
+        groups = optimizer.param_groups
+        if len(groups) != len(self.listed):
+            return False
+        for group, listed in zip(groups, self.listed):
+            params = group["params"]
+            if len(params) != len(listed) or not all(map(is_, params, listed)):
+                return False
         try:
             states = self.states()
             averages = list(map(_AVERAGE, states))
+            counts = list(map(_STEP, states)) if self.schedule is not None else []
         except KeyError:
             return False
         return (
             all(map(is_, averages, self.averages))
-            and (self.schedule is None or all(map(is_, map(_STEP, states), self.steps)))
+            and (self.schedule is None or all(map(is_, counts, self.steps)))
             and list(map(_ADDRESS, self.params)) == self.p
             and (self.unchanged(self.params) or self._as_before())
-            and [len(group["params"]) for group in self.groups] == self.sizes
-            and not any(p.grad is not None for p in self.idle)
+            and not (self.idle and any(p.grad is not None for p in self.idle))
         )
 
     def _as_before(self) -> bool:
@@ -199,7 +207,10 @@ class Plan:
             The different (group, step) there are, which of them each parameter has, and the steps; no list of steps if
             all are at the same one.
         """
-        steps = list(map(_STEP, states))
+        try:
+            steps = list(map(_STEP, states))
+        except KeyError:  # of a state that the script has emptied in part
+            steps = [state.setdefault("step", 0) for state in states]
         if self.complete and self.one_group and steps.count(steps[0]) == len(steps):  # the usual case
             return [(0, steps[0] + 1)], self.zeros, []
         steps = [t + (g is not None) for t, g in zip(steps, grads)]
@@ -249,6 +260,10 @@ class Plan:
             lr = group["lr"]
             rates.append(rate(hyper, grad_scale, lr.data_ptr() if isinstance(lr, Tensor) and lr.is_cuda else 0))
         self.schedule.refresh(rates, self._stream())
+
+    def expect_capture(self) -> None:
+        if self.launch is not None:
+            self.launch.expect_capture()
 
     def reserve(self) -> None:
         """Provide what a capture of the step will keep."""

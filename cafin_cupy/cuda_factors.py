@@ -180,6 +180,7 @@ class _Sums:
         self.laid: Any = None  # how they lie in memory
         self.aligned = [False, False]  # rows start at multiples of 16 bytes
         self.waits = False  # for a launch
+        self.spoiled = False  # an array changed before it was read: nothing counts until the step is over
         self.unfolded = False  # partial sums wait in the workspace
         self.adds = False  # what `operands` say of that
         self.folded = False  # earlier partial sums of this step are in `sums`
@@ -201,7 +202,8 @@ class _Sums:
 
     def forget(self) -> None:
         """Forget all sums of this step."""
-        self.count, self.waits, self.unfolded, self.folded = 0, False, False, False
+        self.count = 0
+        self.waits = self.unfolded = self.folded = self.spoiled = False
 
     def start_at(self, block: int) -> int:
         """Let the first block be this one of a launch, and return the one behind the last."""
@@ -258,6 +260,8 @@ class CudaFactors(Factors):
     def defer(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
         layer = layer or self.layers[index]
         sums = self._sums[index]
+        if sums.spoiled:
+            return
         stream = current_stream(h, self.device)
         if sums.waits or (self._waiting and stream != self._waiting_on):
             self.flush()
@@ -283,7 +287,8 @@ class CudaFactors(Factors):
     def flush(self) -> None:
         if not self._waiting:
             return
-        waiting, self._waiting, self._waiting_bytes = self._unspoiled(self._waiting), [], 0
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        waiting = self._unspoiled(waiting)
         if not waiting:
             return
         block = place = 0
@@ -309,11 +314,12 @@ class CudaFactors(Factors):
         labels = [layer.label for layer, sums in zip(self.layers, self._sums) if any(sums is x for x in spoiled)]
         for sums in spoiled:
             sums.forget()
+            sums.spoiled = True
         warnings.warn(
             f"AdaFisher: inputs or output gradients were changed in place before they were read: {', '.join(labels)}. "
             "Their factors stay as they are on this step, and from now on nothing waits; a hook or a custom backward "
             "changes what it is given",
-            stacklevel=2,
+            stacklevel=3,
         )
         return [each for each in waiting if not any(each[0] is sums for sums in spoiled)]
 
@@ -399,8 +405,10 @@ class CudaFactors(Factors):
             sums.unfolded, sums.folded = False, True
 
     def update(self, grad_scale: float = 1.0) -> None:
+        self.flush()  # which may drop a layer
         seen = [index for index, sums in enumerate(self._sums) if sums.count]
         if not seen:
+            self.discard()
             return
         stream = current_stream(self.H[0], self.device)
         self._fold_all(stream)

@@ -106,9 +106,14 @@ class CudaUpdate:
         self._fits: bool | None = True  # `words` hold the scalars
 
     def reserve(self) -> None:
-        """Provide pinned memory for what a CUDA graph will capture of a call."""
+        """Provide pinned memory for what a CUDA graph will capture of one call."""
         if self._uploads_gradients:
             self._gradients.reserve()
+
+    def expect_capture(self) -> None:
+        """Let the coming call, which a CUDA graph captures, bring all it needs: replays cannot count on what the table
+        on the device holds by chance."""
+        self._last_g = None
 
     def __call__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,7 @@ def test_an_array_that_changes_while_it_waits_is_not_read(factors: CudaFactors) 
     with pytest.warns(UserWarning, match="changed in place before they were read"):
         factors.flush()
     assert factors._sums[0].count == 0 and len(Recorder.launches["column_sums"]) == 1
+    factors.discard()
     factors.defer(0, k, t)
     assert len(Recorder.launches["column_sums"]) == 2 and not factors._waiting
     assert Recorder.launches["column_sums"][1]["operand"]["add"][0] == 0  # nothing is left of the dropped sums
@@ -108,3 +110,41 @@ def test_graphs_keep_what_they_read_and_nothing_else(factors: CudaFactors) -> No
     assert factors._fold_table is not before[0]  # its rows are another geometry's now
     assert len(factors._held) == 7  # three tables, and workspace and sums of both arrays
     assert all(any(x is held for held in factors._held) for x in before)
+
+
+def test_a_spoiled_layer_counts_nothing_more_on_this_step(factors: CudaFactors) -> None:
+    """Also where only `update` finds out, as after a backward pass that failed."""
+    h, s = pair(4)
+    factors.defer(0, h, s)
+    s.mul_(0)
+    with pytest.warns(UserWarning, match="changed in place"):
+        factors.update()  # nothing is left to refresh
+    assert "average" not in Recorder.launches
+    factors.defer(0, *pair(4))
+    factors.flush()
+    factors.update()
+    assert len(Recorder.launches["average"]) == 1  # the next step counts again
+    factors._may_wait = True
+    factors.defer(0, h, s)
+    s.mul_(0)
+    with pytest.warns(UserWarning, match="changed in place"):
+        factors.flush()
+    factors.defer(0, *pair(4))  # a second micro-batch of the step
+    assert factors._sums[0].count == 0
+    factors.update()
+    assert len(Recorder.launches["average"]) == 1
+    factors.discard()
+    factors.defer(0, *pair(4))
+    assert factors._sums[0].count == 4
+
+
+def test_a_warning_that_is_an_error_leaves_nothing_waiting(factors: CudaFactors) -> None:
+    h, s = pair(4)
+    factors.defer(0, h, s)
+    s.mul_(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="changed in place"):
+            factors.flush()
+    factors.flush()
+    assert not factors.pending

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import weakref
@@ -412,3 +413,49 @@ def test_a_capturable_state_without_a_step_is_saved_as_zero() -> None:
     optimizer = run(AdaFisher(mlp("cpu"), capturable=True), rows("cpu", 1))
     del next(iter(optimizer.state.values()))["step"]
     assert optimizer.state_dict()["state"][0]["step"] == 0
+
+
+def test_a_step_that_is_wrapped_by_hand_keeps_its_hooks() -> None:
+    class Mine(AdaFisher):
+        @functools.wraps(AdaFisher.step)
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    seen: list[int] = []
+    optimizer = Mine(mlp("cpu"))
+    optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    run(optimizer, rows("cpu", 2))
+    assert seen == [1, 1]
+
+
+def test_a_parameter_that_takes_the_place_of_another_is_trained(device: str) -> None:
+    optimizer = run(AdaFisher(mlp(device)), rows(device, 2))
+    old = optimizer.model[3].weight
+    new = optimizer.model[3].weight = nn.Parameter(old.detach().clone())
+    params = optimizer.param_groups[0]["params"]
+    params[[p is old for p in params].index(True)] = new
+    before = new.detach().clone()
+    run(optimizer, rows(device, 1))
+    assert not torch.equal(new, before)
+
+
+def test_parameters_that_change_places_between_groups(device: str) -> None:
+    """Each follows the rate of the group it is in by now."""
+    optimizer = AdaFisher(mlp(device), lr=1e-3)
+    first = optimizer.param_groups[0]["params"]
+    optimizer.add_param_group({"params": [first.pop()], "lr": 0.0})
+    run(optimizer, rows(device, 2))
+    second = optimizer.param_groups[1]["params"]
+    frozen = first[-1]
+    first[-1], second[0] = second[0], first[-1]
+    before = frozen.detach().clone()
+    run(optimizer, rows(device, 1))
+    assert torch.equal(frozen, before) and not torch.equal(first[-1], torch.zeros_like(first[-1]))
+
+
+def test_a_state_without_a_count_starts_anew(device: str) -> None:
+    optimizer = run(AdaFisher(mlp(device)), rows(device, 2))
+    state = next(iter(optimizer.state.values()))
+    del state["step"]
+    run(optimizer, rows(device, 1))
+    assert state["step"] == 1

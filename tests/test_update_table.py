@@ -83,10 +83,12 @@ def test_after_a_capture_gradients_are_always_uploaded(monkeypatch: pytest.Monke
     count = table.WORDS + 1
     launch = made(monkeypatch, [Layout(6, 3, 0, 0)] * count)
     p, g = list(range(16, 16 * count + 1, 16)), list(range(16 * count, 32 * count, 16))
-    for captured, addresses in ((False, g), (True, p), (False, g), (False, g)):
+    for captured, addresses in ((False, g), (True, g), (False, g), (False, p), (False, p)):
         monkeypatch.setattr(Table, "captured", captured)
+        if captured:
+            launch.expect_capture()
         launch(p, addresses, p, SETS, [0] * count, 0)
-    assert [sent.tolist() for sent in launch._gradients.sent] == [g, p, g, g]
+    assert [sent.tolist() for sent in launch._gradients.sent] == [g, g, g, p, p]
 
 
 def test_more_scalars_than_arguments_hold_are_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,15 @@ FILES = (
 )
 
 
+SELECTIONS = ("-k", "-m", "--deselect", "--lf", "--last-failed", "--sw")  # after which not every kernel is launched
+
+
+def is_file(option: str) -> bool:
+    """True of a test file, or a test in one."""
+    path = Path(option.partition("::")[0])
+    return path.suffix == ".py" and path.exists()
+
+
 def gpus() -> int:
     """How many GPUs the driver of this machine offers."""
     try:
@@ -47,16 +56,20 @@ def main(options: list[str]) -> int:
     if gpus():
         print("emulation: skipped, as the tests run on this machine's GPU; CUDA_VISIBLE_DEVICES= hides it")
         return 0
+    if compiler.compiler() is None and os.environ.get("CXX"):
+        print(f"emulation: CXX must name a C++ compiler, without options, got {os.environ['CXX']}", file=sys.stderr)
+        return 1
     if compiler.compiler() is None:
         print("emulation: skipped, as there is no C++ compiler; install g++, or set CXX")
         return 0
     sanitized = compiler.sanitized_environment()
     if sanitized is None:
         print("emulation: without sanitizers, as this compiler has no shared library of them; g++ has")
-    given = any(Path(option.partition("::")[0]).exists() for option in options)
+    given = any(is_file(option) for option in options)
+    narrowed = given or any(option.startswith(SELECTIONS) for option in options)
     files = [] if given else [str(TESTS / f"test_{name}.py") for name in FILES]
     with tempfile.TemporaryDirectory(prefix="emulation-") as folder:  # for what a process that dies leaves behind
-        common = {"TMPDIR": folder, "OMP_NUM_THREADS": "1", "EMULATION_ALL": "" if given or "-k" in options else "1"}
+        common = {"TMPDIR": folder, "OMP_NUM_THREADS": "1", "EMULATION_ALL": "" if narrowed else "1"}
         options = [*options, *files]
         passed = [run("in order", options, common)]
         passed.append(run("random order", options, {**common, "EMULATION_ORDER": "1", "HYPOTHESIS_EXAMPLES": "5"}))

@@ -36,9 +36,9 @@ launches: Counter[str] = Counter()  # of each kernel, in this process
 
 @cache
 def compiler() -> str | None:
-    """A C++ compiler, or None."""
-    names = (os.environ.get("CXX", ""), "g++", "c++", "clang++")
-    return next((name for name in names if name and shutil.which(name)), None)
+    """A C++ compiler: that of CXX, a name without options, or one that is there; or None."""
+    given = os.environ.get("CXX")
+    return next((name for name in ([given] if given else ["g++", "c++", "clang++"]) if shutil.which(name)), None)
 
 
 @cache
