@@ -305,17 +305,15 @@ class AdaFisher(torch.optim.Optimizer):
             return loss
         grad_scale, loss_scale = verdict
         plan = self._plan
-        grads = plan.gradients() if plan is not None and plan.valid(self) else None
-        if plan is None or grads is None:
+        if plan is None or not plan.valid(self):
             if capturing:
                 raise BackendError(RUN_FIRST)
             self._plan = plan = Plan(self)
-            grads = plan.gradients()
-            assert grads is not None
         if capturing:
             self._captured.append(plan)  # a replay reads its tables
             plan.expect_capture()
         hypers = self._checked_hypers()
+        grads = plan.gradients()
         if self.samples:
             self._refresh(loss_scale)
         plan.update(hypers, grads, grad_scale)

@@ -161,9 +161,9 @@ class Plan:
         self.unchanged = Unchanged(self.params)
         return True
 
-    def gradients(self) -> list[Tensor | None] | None:
-        """Every parameter's gradient, checked; strided ones are copied into their parameter's layout. None if the
-        parameters have changed.
+    def gradients(self) -> list[Tensor | None]:
+        """Every parameter's gradient, checked; strided ones are copied into their parameter's layout. For a plan that
+        is new or `valid`.
 
         Runs on every step, so the usual case is told from all others by two passes in C.
         """
@@ -171,11 +171,9 @@ class Plan:
         if self.fitting is not None and self.fitting(grads):
             self.complete = True
             return grads
-        if not self._as_before():
-            return None
         found = list(grads)
-        for k, (p, g) in enumerate(zip(self.params, grads)):
-            if g is not None and (g.is_neg() or traits([g]) != traits([p])):
+        for k, (p, g, mine, wanted) in enumerate(zip(self.params, found, traits(found), self.traits)):
+            if g is not None and mine != wanted:
                 grads[k] = self._fitting(p, g)
         self.complete = all(g is not None for g in grads)
         self.fitting = Unchanged(grads) if self.complete and all(map(is_, found, grads)) else None
@@ -262,6 +260,7 @@ class Plan:
         self.schedule.refresh(rates, self._stream())
 
     def expect_capture(self) -> None:
+        """See `CudaUpdate.expect_capture`."""
         if self.launch is not None:
             self.launch.expect_capture()
 

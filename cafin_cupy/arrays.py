@@ -217,9 +217,13 @@ class Unchanged:
 
 def traits(tensors: Sequence[Any]) -> list[Any]:
     """What `Unchanged` compares; None for what is no torch tensor."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return [None] * len(tensors)
+    kind, strided = torch.Tensor, torch.strided
     return [
-        (t.shape, t.layout, t.stride() if str(t.layout) == "torch.strided" else None, t.dtype, t.device, t.is_neg())
-        if torch_of(t) is not None
+        (t.shape, t.layout, t.stride() if t.layout is strided else None, t.dtype, t.device, t.is_neg())
+        if isinstance(t, kind)
         else None
         for t in tensors
     ]

@@ -94,7 +94,8 @@ def split(rows: int, tiles: int) -> tuple[int, int]:
     """(slices, rows of a slice): enough blocks to fill a GPU, none with too few rows."""
     slices = max(1, min(-(-ENOUGH_BLOCKS // tiles), rows // LEAST_ROWS))
     height = -(-rows // slices)
-    height = -(-height // 8) * 8  # whole rounds of a block
+    warps = COLUMN_SUMS_BLOCK // 32
+    height = -(-height // warps) * warps  # whole rounds of a block
     return -(-rows // height), height
 
 
@@ -146,10 +147,10 @@ class _Half:
             job["out_height"], job["out_width"] = image.output
             job["kernel_height"], job["kernel_width"] = image.kernel
         self.outputs = int(job["outputs"])
-        if image is None:
-            self.fold_blocks = -(-self.outputs * FOLD_LANES // FOLD_BLOCK)
-        else:
-            self.fold_blocks = -(-image.groups * image.channels * image.kernel[0] * warps * 32 // FOLD_BLOCK)
+        threads = self.outputs * FOLD_LANES
+        if image is not None:
+            threads = image.groups * image.channels * image.kernel[0] * int(job["warps"]) * 32
+        self.fold_blocks = -(-threads // FOLD_BLOCK)
 
     def room(self, keep: bool) -> None:
         """Raw sums for this geometry's results; with `keep`, behind those already there (a longer sequence)."""
@@ -172,8 +173,7 @@ class _Sums:
     def __init__(self, like: Any) -> None:
         self.halves = (_Half(like), _Half(like))
         self.operands = np.zeros(2, table.Operand)
-        self.content = self.operands.view(np.uint8)
-        self._bytes: Any = self.content
+        self.content: Any = self.operands.view(np.uint8)
         self._add, self._first = self.operands["add"], self.operands["first"]
         self.layer: Any = None  # and
         self.unchanged: Unchanged | None = None  # know what `operands` describes
@@ -194,8 +194,8 @@ class _Sums:
         planned."""
         if (h | s) % 16 and ((self.aligned[0] and h % 16) or (self.aligned[1] and s % 16)):
             return False
-        _POINTER.pack_into(self._bytes, 0, h)  # x is the first field
-        _POINTER.pack_into(self._bytes, table.Operand.itemsize, s)
+        _POINTER.pack_into(self.content, 0, h)  # x is the first field
+        _POINTER.pack_into(self.content, table.Operand.itemsize, s)
         if self.unfolded != self.adds:
             self._add[:] = self.adds = self.unfolded
         return True

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cafin_cupy import AdaFisher, Conv2d, LayerNorm, Linear, cuda_factors, reference
 from cafin_cupy.arrays import view
-from cafin_cupy.cuda_factors import ENOUGH_BLOCKS, LEAST_ROWS, CudaFactors, Matrix, matrix, split
+from cafin_cupy.cuda_factors import COLUMN_SUMS_BLOCK, ENOUGH_BLOCKS, LEAST_ROWS, CudaFactors, Matrix, matrix, split
 
 
 def read(array: np.ndarray, how: Matrix) -> np.ndarray:
@@ -80,7 +80,7 @@ def test_rows_of_a_sequence_are_read_without_a_copy() -> None:
 @given(st.integers(1, 10**7), st.integers(1, 10**5))
 def test_split(rows: int, tiles: int) -> None:
     slices, height = split(rows, tiles)
-    assert slices >= 1 and height % 8 == 0
+    assert slices >= 1 and height % (COLUMN_SUMS_BLOCK // 32) == 0
     assert (slices - 1) * height < rows <= slices * height  # every slice has rows, and every row a slice
     assert slices == 1 or height >= LEAST_ROWS
     assert slices <= max(1, -(-ENOUGH_BLOCKS // tiles))
