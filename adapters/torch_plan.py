@@ -8,21 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cafin_cupy.arrays import Unchanged, current_stream, refuse_overlap, torch_view, traits, view
+from cafin_cupy.arrays import current_stream, refuse_overlap, torch_view, view
+from cafin_cupy.cuda_update import CudaSchedule, CudaUpdate, layout, rate, scalars
 from cafin_cupy.errors import refuse
 from cafin_cupy.rule import Hyper
-from cafin_cupy.update import (
-    CudaSchedule,
-    CudaUpdate,
-    gather,
-    layout,
-    matching,
-    place,
-    rate,
-    reference_update,
-    scalars,
-    writable,
-)
+from cafin_cupy.unchanged import Unchanged, traits
+from cafin_cupy.update import gather, matching, place, reference_update, writable
 
 if TYPE_CHECKING:
     from .torch import AdaFisher

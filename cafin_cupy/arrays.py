@@ -183,52 +183,6 @@ def _cuda_device(array: Any) -> int:
     return int(device)
 
 
-def version(array: Any) -> int:
-    """Counts the changes in place that torch knows of; 0 where nobody counts."""
-    return 0 if torch_of(array) is None or array.is_inference() else int(array._version)
-
-
-class Unchanged:
-    """Tells, at the price of one call, whether torch tensors have the type, shape, strides, dtype and device of those
-    seen at first.
-
-    A no may be false (under autocast, say, or after `requires_grad_`): then look closer. Of other arrays it is always
-    a no, as there is no faster look.
-    """
-
-    def __init__(self, tensors: Sequence[Any]) -> None:
-        self._guards = self._seen = None
-        if not tensors or any(torch_of(t) is None for t in tensors):
-            return
-        try:  # the check that torch.compile runs before each call of its code
-            from torch._C._dynamo.guards import TensorGuards
-        except ImportError:  # internal to torch, so it may go; then the same is read in Python
-            self._seen = traits(tensors)
-            return
-        sizes: Any = [list(t.shape) for t in tensors]
-        strides: Any = [list(t.stride()) for t in tensors]
-        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-
-    def __call__(self, tensors: Sequence[Any]) -> bool:
-        if self._guards is not None:
-            return bool(self._guards.check(*tensors))
-        return self._seen is not None and traits(tensors) == self._seen
-
-
-def traits(tensors: Sequence[Any]) -> list[Any]:
-    """What `Unchanged` compares; None for what is no torch tensor."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return [None] * len(tensors)
-    kind, strided = torch.Tensor, torch.strided
-    return [
-        (t.shape, t.layout, t.stride() if t.layout is strided else None, t.dtype, t.device, t.is_neg())
-        if isinstance(t, kind)
-        else None
-        for t in tensors
-    ]
-
-
 def current_stream(array: Any, device: int, stream: Any = None) -> int:
     """Address of the stream to work on: `stream` if given, else the current one of the framework that owns `array`."""
     if stream is not None:

@@ -11,7 +11,6 @@ import math
 import struct
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,84 +18,28 @@ from array_api_compat import array_namespace
 
 from . import table
 from .arrays import (
-    Unchanged,
     View,
     allocate,
-    contiguous_strides,
     copy_like,
     current_stream,
     item_size,
     order,
-    same_strides,
-    version,
     view,
 )
 from .errors import refuse
 from .factors import Factors
 from .layers import Columns, Layer
+from .matrix import COLUMN_SUMS_BLOCK, Matrix, matrix, split
 from .rule import Averaging
 from .runtime import Arguments, Launch, prepare
+from .unchanged import Unchanged, version
 
-COLUMN_SUMS_BLOCK = 256  # as in column_sums.cu
 ELEMENTS = {"float32": 0, "bfloat16": 1, "float16": 2}  # what column_sums reads, by its number there
-ENOUGH_BLOCKS = 264  # split long batches until a launch has so many; a constant, so results agree across GPUs
-LEAST_ROWS = 128  # per block, so that partial sums stay few
 FEW_ROWS = 64  # below, a block covers more columns
 BATCH_BYTES = 64 << 20  # of arrays that wait for one launch: enough to make little of its start and end
 FOLD_BLOCK, FOLD_LANES = 256, 8  # as in fold.cu
 AVERAGE_BLOCK = 1024  # as in average.cu
 _POINTER = struct.Struct("Q")
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """An array as column_sums reads it: `rows` at a distance of `stride`, each `segments * run` neighbouring columns.
-    `steps` leads from (channel, y, x) to a column, for images."""
-
-    rows: int
-    stride: int
-    segments: int
-    run: int
-    steps: tuple[int, int, int] = (0, 0, 0)
-
-
-def matrix(v: View, columns: Columns) -> Matrix | None:
-    """How to read `v` without a copy: contiguous samples at any distance, or channels_last images; None if neither."""
-    width = columns.segments * columns.run
-    lead = columns.lead
-    inner = v.shape[lead:]
-    steps: Any = contiguous_strides(inner) if len(inner) == 3 else (0, 0, 0)
-    if same_strides(inner, v.strides[lead:], contiguous_strides(inner)):
-        stride = _row_stride(v.shape[:lead], v.strides[:lead], width)
-        return None if stride is None else Matrix(columns.rows, stride, columns.segments, columns.run, steps)
-    if lead != 1 or len(v.shape) != 4:
-        return None
-    channels, height, width_ = inner
-    last = (height * width_ * channels, 1, width_ * channels, channels)
-    if not same_strides(inner, v.strides[1:], last[1:]):
-        return None
-    if columns.patches is not None:  # a convolution's input keeps its pixels, whatever their order
-        return Matrix(columns.rows, v.strides[0] if v.shape[0] > 1 else width, width, 1, last[1:])
-    if columns.run != height * width_ or (v.shape[0] > 1 and v.strides[0] != last[0]):
-        return None
-    return Matrix(columns.rows * columns.run, channels, channels, 1)
-
-
-def _row_stride(shape: tuple[int, ...], strides: tuple[int, ...], width: int) -> int | None:
-    """The one distance between rows of the leading axes, or None if they do not merge into one axis."""
-    axes = [(n, s) for n, s in zip(shape, strides) if n > 1]
-    if any(s != n_next * s_next for (_, s), (n_next, s_next) in zip(axes, axes[1:])):
-        return None
-    return axes[-1][1] if axes else width
-
-
-def split(rows: int, tiles: int) -> tuple[int, int]:
-    """(slices, rows of a slice): enough blocks to fill a GPU, none with too few rows."""
-    slices = max(1, min(-(-ENOUGH_BLOCKS // tiles), rows // LEAST_ROWS))
-    height = -(-rows // slices)
-    warps = COLUMN_SUMS_BLOCK // 32
-    height = -(-height // warps) * warps  # whole rounds of a block
-    return -(-rows // height), height
 
 
 class _Half:

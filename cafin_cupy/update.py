@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
-
-from . import reference, table
+from . import reference
 from .arrays import (
     View,
-    allocate,
     beside,
     copy_like,
     current_stream,
@@ -25,207 +22,11 @@ from .arrays import (
     view,
 )
 from .backend import choose
+from .cuda_update import CudaUpdate, Layout, layout, scalars
 from .errors import CafinTypeError, refuse
 from .rule import Hyper, whole
-from .runtime import Arguments, Launch, prepare
 
-BLOCK = 256  # as in update.cu
-_NOTHING = (None, None, None)  # of p, m and which: the table holds none that are known
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-
-
-class Layout(NamedTuple):
-    """What the update needs to know of a parameter beside its address.
-
-    Attributes:
-        size: number of elements.
-        columns: length of `H`; 0 without factors.
-        channels, taps: above 0 for weights in channels_last memory, whose `H` is ordered (channel, tap).
-    """
-
-    size: int
-    columns: int
-    channels: int
-    taps: int
-
-
-def layout(where: str, name: str, p: View, columns: int) -> Layout:
-    """The `Layout` of a parameter, contiguous or channels_last; anything else is refused."""
-    if columns >= 2**32:
-        refuse(where, name, f"have fewer than {2**32} columns", columns, "the kernel counts them in 32 bits")
-    if p.contiguous:
-        return Layout(p.size, columns, 0, 0)
-    if len(p.shape) == 4:
-        _, c, height, width = p.shape
-        if same_strides(p.shape, p.strides, (c * height * width, 1, width * c, c)):
-            if columns not in (0, c * height * width):
-                rule = f"be contiguous, or have {c * height * width} columns in channels_last memory"
-                refuse(where, name, rule, f"{columns} columns", "pass .contiguous()")
-            return Layout(p.size, columns, c, height * width)
-    refuse(
-        where, name, "be contiguous or channels_last", f"shape {p.shape} with strides {p.strides}", "pass .contiguous()"
-    )
-
-
-class CudaUpdate:
-    """One launch for a fixed list of parameters; pointers and scalars may change with every call.
-
-    Scalars and the gradients' addresses are arguments of the launch as long as they fit, about 500 parameters; beyond
-    that, and for parameters that move, one asynchronous copy refreshes a table on the device. Nothing is allocated and
-    nothing waits.
-    """
-
-    def __init__(self, layouts: Sequence[Layout], factors: Sequence[tuple[int, int]], like: Any, device: int) -> None:
-        """`factors`: addresses of each parameter's (H, S), (0, 0) without; `like`: an array of the same framework."""
-        prepare(device)
-        self._launch = Launch("update", "update", device, BLOCK)
-        self._arguments = Arguments(table.Update)
-        self._table = table.DeviceTable(table.Parameter, len(layouts), like, device)
-        for row, layout, (H, S) in zip(self._table.rows, layouts, factors):
-            row["H"], row["S"], row["size"], row["columns"] = H, S, layout.size, layout.columns
-            row["channels"], row["taps"] = layout.channels, layout.taps
-        self._shares = table.shares([-(-layout.size // table.CHUNK) for layout in layouts], like, device)
-        self._blocks = len(self._shares.rows)
-        self._uploaded = False
-        self._last: tuple[Any, ...] = _NOTHING
-        count, room = len(layouts), table.WORDS
-        self._gradients = table.DeviceTable(np.dtype("u8"), count, like, device)
-        self._hypers = table.DeviceTable(table.Hyper, count, like, device)  # never more sets than parameters
-        values = self._arguments.values
-        values["parameters"], values["shares"] = self._table.ptr, self._shares.ptr
-        self._words: Any = values["words"]
-        self._gradient_words = self._words[::-1][:count]  # where the kernel looks for them
-        self._last_g: list[int] | None = None  # what the table on the device holds
-        self._captured = False  # a CUDA graph writes to it
-        self._uploads_gradients = count > room
-        if self._uploads_gradients:
-            values["gradients"] = self._gradients.ptr
-        else:
-            room -= count
-        self._room = room * 8 // table.HYPER.size  # sets of scalars
-        self._fits: bool | None = True  # `words` hold the scalars
-
-    def reserve(self) -> None:
-        """Provide pinned memory for what a CUDA graph will capture of one call."""
-        if self._uploads_gradients:
-            self._gradients.reserve()
-
-    def expect_capture(self) -> None:
-        """Let the coming call, which a CUDA graph captures, bring all it needs: replays cannot count on what the table
-        on the device holds by chance."""
-        self._last_g = None
-
-    def __call__(
-        self,
-        p: list[int],
-        g: list[int],
-        m: list[int],
-        scalars: Sequence[tuple[float, ...]] | int,
-        which: list[int],
-        stream: int,
-    ) -> None:
-        """Update all parameters on `stream`.
-
-        Args:
-            p, g, m: addresses; a gradient of 0 leaves its parameter alone.
-            scalars: the sets of scalars in use (see `scalars`), or the address of sets on the device, and
-            which: the index of each parameter's set.
-        """
-        if not self._uploaded:
-            self._shares.upload(stream)
-            self._uploaded = True
-        if (p, m, which) != self._last:
-            self._last = _NOTHING  # known again once the upload is under way
-            rows = self._table.rows
-            rows["p"], rows["m"], rows["hyper"] = p, m, which
-            rows["vector"] = (rows["p"] | rows["m"]) & 15 == 0
-            self._table.upload(stream)
-            self._last = (p, m, which)
-        if not self._uploads_gradients:
-            self._gradient_words[:] = g
-        elif g != self._last_g:
-            self._last_g = None
-            self._gradients.rows[:] = g
-            if not self._gradients.upload(stream):
-                self._captured = True
-            elif not self._captured:  # else a replay may bring its own addresses at any time
-                self._last_g = g
-        if isinstance(scalars, int):
-            self._arguments.values["hypers"], self._fits = scalars, None
-            self._launch(self._arguments, self._blocks, stream)
-            return
-        fits = len(scalars) <= self._room
-        into: Any = self._words if fits else self._hypers.rows.view("u8")
-        for number, values in enumerate(scalars):
-            table.HYPER.pack_into(into, number * table.HYPER.size, *values)
-        if not fits:
-            self._hypers.upload(stream)
-        if fits is not self._fits:
-            self._fits = fits
-            self._arguments.values["hypers"] = 0 if fits else self._hypers.ptr
-        self._launch(self._arguments, self._blocks, stream)
-
-
-class CudaSchedule:
-    """Counters and scalars of a `CudaUpdate` that live on the device, for CUDA graphs: a small launch ahead of it."""
-
-    def __init__(self, groups: Sequence[int], steps: int, like: Any, device: int) -> None:
-        """`groups`: of each parameter; `steps`: address of as many int64 counters."""
-        self.count = len(groups)
-        self._launch = Launch("update", "schedule", device, BLOCK)
-        self._arguments = Arguments(table.Schedule)
-        self._groups = table.DeviceTable(np.dtype("i4"), self.count, like, device)
-        self._groups.rows[:] = groups
-        self._rates = table.DeviceTable(table.Rate, max(groups, default=0) + 1, like, device)
-        self._memory, self.hypers = allocate(like, max(1, self.count * table.Hyper.itemsize))
-        self._uploaded: list[tuple[float, ...]] | None = None
-        values = self._arguments.values
-        values["rates"], values["groups"], values["steps"] = self._rates.ptr, self._groups.ptr, steps
-        values["hypers"], values["count"] = self.hypers, self.count
-
-    def refresh(self, rates: list[tuple[float, ...]], stream: int) -> None:
-        """Tell the device the groups' scalars (see `rate`), if they have changed."""
-        if rates == self._uploaded:
-            return
-        if self._uploaded is None:
-            self._groups.upload(stream)
-        self._uploaded = None
-        for number, values in enumerate(rates):
-            self._rates.rows[number] = values
-        self._rates.upload(stream)
-        self._uploaded = rates
-
-    def __call__(self, present: Sequence[bool], stream: int) -> None:
-        """Count a step of each parameter that is `present`, and set its scalars, on `stream`."""
-        flags = np.zeros(-(-self.count // 64) * 64, np.uint8)
-        flags[: self.count] = present
-        words = np.packbits(flags, bitorder="little").view("u8")
-        values = self._arguments.values
-        for first in range(0, len(words), table.FLAGS):
-            part = words[first : first + table.FLAGS]
-            values["present"][: len(part)], values["first"] = part, 64 * first
-            self._launch(self._arguments, -(-64 * len(part) // BLOCK), stream)
-
-
-def rate(hyper: Hyper, grad_scale: float = 1.0, lr_at: int = 0) -> tuple[float, ...]:
-    """A `Hyper` as the schedule takes it. `lr_at`: address of a float32 `lr` on the device, or 0."""
-    decay = hyper.weight_decay
-    l2, decoupled = (0.0, decay) if hyper.decoupled else (decay, 0.0)
-    return hyper.lr, hyper.beta, hyper.Lambda, l2, decoupled, grad_scale, lr_at
-
-
-def scalars(hyper: Hyper, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
-    """What the kernel needs of the hyperparameters at a parameter's `step`, computed in float64."""
-    return (
-        hyper.lr / (1.0 - hyper.beta**step),
-        hyper.lr * hyper.weight_decay if hyper.decoupled else 0.0,
-        0.0 if hyper.decoupled else hyper.weight_decay,
-        hyper.beta,
-        1.0 - hyper.beta,
-        hyper.Lambda,
-        1.0 / grad_scale,
-        0,
-    )
 
 
 Kind = TypeVar("Kind", bound=Hashable)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from cafin_cupy import AdaFisher, Conv2d, LayerNorm, Linear, cuda_factors, reference
 from cafin_cupy.arrays import view
-from cafin_cupy.cuda_factors import COLUMN_SUMS_BLOCK, ENOUGH_BLOCKS, LEAST_ROWS, CudaFactors, Matrix, matrix, split
+from cafin_cupy.cuda_factors import CudaFactors
+from cafin_cupy.matrix import COLUMN_SUMS_BLOCK, ENOUGH_BLOCKS, LEAST_ROWS, Matrix, matrix, split
 
 
 def read(array: np.ndarray, how: Matrix) -> np.ndarray:

@@ -249,8 +249,8 @@ def test_schedule(count: int) -> None:
     import cupy
 
     from cafin_cupy import table
+    from cafin_cupy.cuda_update import CudaSchedule, rate, scalars
     from cafin_cupy.rule import Hyper
-    from cafin_cupy.update import CudaSchedule, rate, scalars
 
     rng = np.random.default_rng(count)
     groups, present, start = rng.integers(0, 2, count), rng.random(count) < 0.6, rng.integers(0, 50, count)

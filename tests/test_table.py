@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from cafin_cupy import BackendError, cuda_factors, runtime, table, update
+from cafin_cupy import BackendError, cuda_factors, cuda_update, matrix, runtime, table
 
 STEMS = sorted(runtime.KERNELS)
 
@@ -62,13 +62,13 @@ def test_constants_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     def constants(stem: str) -> dict[str, int]:
         return {name: int(n) for name, n in re.findall(r"^constexpr int (\w+) = (\d+);", runtime.source(stem), re.M)}
 
-    assert constants("column_sums")["THREADS"] == cuda_factors.COLUMN_SUMS_BLOCK
+    assert constants("column_sums")["THREADS"] == matrix.COLUMN_SUMS_BLOCK
     assert constants("column_sums")["WIDE"] == table.WIDE
     assert constants("fold")["THREADS"] == cuda_factors.FOLD_BLOCK
     assert constants("fold")["LANES"] == cuda_factors.FOLD_LANES
     assert constants("update")["WORDS"] == table.WORDS
     assert constants("average")["THREADS"] == cuda_factors.AVERAGE_BLOCK
-    assert constants("update")["THREADS"] == update.BLOCK
+    assert constants("update")["THREADS"] == cuda_update.BLOCK
     assert f"-DCHUNK={table.CHUNK}" in runtime.options()
     assert table.Operand.fields["x"][1] == 0  # an address is written there
     tile = 'static_assert(TILE<T> == {0} && TILE<Half> == 2 * {0} && TILE<Bfloat16> == 2 * {0}, "TILE");'

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from cafin_cupy import BackendError, CafinTypeError, CafinValueError, fused_step
 from cafin_cupy.arrays import View
+from cafin_cupy.cuda_update import layout
 from cafin_cupy.table import HYPER, WORDS
-from cafin_cupy.update import layout
 
 SHAPES = [(), (0,), (1,), (31,), (1023,), (3, 0), (64, 27), (13, 3, 3, 2), (4097,), (2, 4096, 3)]
 LR = {"lr": 0.1, "beta": 0.7, "Lambda": 0.01}

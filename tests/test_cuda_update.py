@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cafin_cupy import table, update
+from cafin_cupy import cuda_update, table
+from cafin_cupy.cuda_update import CudaUpdate, Layout, scalars
 from cafin_cupy.rule import Hyper
-from cafin_cupy.update import CudaUpdate, Layout, scalars
 
 
 class Table:
@@ -36,8 +36,8 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> CudaUpdate:
 def made(monkeypatch: pytest.MonkeyPatch, layouts: list[Layout]) -> CudaUpdate:
     """A launch of parameters that all have factors but the second."""
     monkeypatch.setattr(table, "DeviceTable", Table)
-    monkeypatch.setattr(update, "prepare", lambda device: None)
-    monkeypatch.setattr(update, "Launch", lambda *_: lambda *_: None)
+    monkeypatch.setattr(cuda_update, "prepare", lambda device: None)
+    monkeypatch.setattr(cuda_update, "Launch", lambda *_: lambda *_: None)
     monkeypatch.setattr(Table, "fail", False)
     factors = [(0, 0) if k == 1 else (16, 32) for k in range(len(layouts))]
     return CudaUpdate(layouts, factors, None, 0)
