@@ -31,7 +31,8 @@ except ImportError:  # internal to torch, so they may go: then every step looks 
 from .torch_capture import RUN_FIRST, CapturedIteration, check_capture
 from .torch_layers import Tap, describe
 from .torch_plan import Plan
-from .torch_state import SCALARS, take_over, with_factors
+from .torch_scalars import checked_hyper, unscaling
+from .torch_state import take_over, with_factors
 from .torch_warnings import warn_unseen, warn_without_factors
 
 __all__ = ["AdaFisher", "AdaFisherW"]
@@ -40,7 +41,6 @@ _profiling = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 _backward_number = getattr(torch._C, "_current_graph_task_id", None)
 _READ_BY_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
 _SERVED = object()  # marks a `step` that serves hooks and profiler itself
-_PLAIN = (float, int)
 
 
 class AdaFisher(torch.optim.Optimizer):
@@ -114,7 +114,7 @@ class AdaFisher(torch.optim.Optimizer):
         self._reset()
         self._find_layers()
         defaults = {"lr": lr, "beta": beta, "Lambda": Lambda, "weight_decay": weight_decay}
-        self._hyper(where, defaults)
+        checked_hyper(self, where, defaults)
         _refuse_ranks(where)
         super().__init__(parameters, defaults)
         unowned = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in self._owners]
@@ -299,7 +299,7 @@ class AdaFisher(torch.optim.Optimizer):
         capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         if capturing:
             check_capture(self)
-        verdict = self._unscaling()
+        verdict = unscaling(self)
         if verdict is None:
             self._factors.discard()
             return loss
@@ -321,7 +321,7 @@ class AdaFisher(torch.optim.Optimizer):
         return loss
 
     def _checked_hypers(self) -> list[Hyper]:
-        return [self._hyper("step", group) for group in self.param_groups]
+        return [checked_hyper(self, "step", group) for group in self.param_groups]
 
     def _count_steps(self, steps: int) -> None:
         self.steps = steps
@@ -360,47 +360,6 @@ class AdaFisher(torch.optim.Optimizer):
             self._warned = True
             warn_unseen(type(self).__name__, unseen)
         self._factors.update(loss_scale)
-
-    def _unscaling(self) -> tuple[float, float] | None:
-        """(scale of the gradients, scale of the loss), or None if a scaler found non-finite gradients."""
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is None:
-            return 1.0, 1.0
-        if float(found_inf):
-            return None
-        scale = getattr(self, "grad_scale", None)
-        if scale is not None:
-            return float(scale), float(scale)
-        if self.samples and self._kept_factors is not None and self._kept_factors.pending:
-            if self.grad_scaler is None:
-                refuse(
-                    "step", "grad_scaler", "be known where unscale_ is called before step", "None",
-                    f"construct {type(self).__name__}(model, ..., grad_scaler=scaler)",
-                )  # fmt: skip
-            return 1.0, float(self.grad_scaler.get_scale())
-        return 1.0, 1.0
-
-    def _hyper(self, where: str, group: Mapping[str, Any]) -> Hyper:
-        key = lr, beta, Lambda, weight_decay = (group["lr"], group["beta"], group["Lambda"], group["weight_decay"])
-        plain = type(lr) in _PLAIN and type(beta) in _PLAIN and type(Lambda) in _PLAIN and type(weight_decay) in _PLAIN
-        known = self._hypers.get(key) if plain else None
-        if known is not None:
-            return known
-        for name in SCALARS:
-            if isinstance(group[name], Tensor) and group[name].is_cuda:
-                if name == "lr" and self.capturable:
-                    if lr.dtype is not torch.float32 or lr.numel() != 1:
-                        rule, got = "be float32 with one element, if on a GPU", f"{lr.dtype} of shape {tuple(lr.shape)}"
-                        refuse(where, name, rule, got)
-                    lr = 0.0  # read on the device
-                    continue
-                refuse(where, name, "be a number or a CPU tensor", f"a tensor on {group[name].device}", "pass .item()")
-        hyper = Hyper.checked(where, lr, beta, Lambda, weight_decay, self._decoupled)
-        if plain:
-            if len(self._hypers) > 1000:  # a schedule makes new ones with every step
-                self._hypers.clear()
-            self._hypers[key] = hyper
-        return hyper
 
     # Checkpoints
 

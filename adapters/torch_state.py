@@ -11,10 +11,11 @@ from torch import Tensor
 from cafin_cupy.errors import CafinTypeError, refuse
 from cafin_cupy.rule import whole
 
+from .torch_scalars import SCALARS, checked_hyper
+
 if TYPE_CHECKING:
     from .torch import AdaFisher
 
-SCALARS = ("lr", "beta", "Lambda", "weight_decay")  # of a parameter group
 KEYS = ("state", "param_groups", "H_D", "S_D", "steps")
 
 
@@ -34,7 +35,7 @@ def take_over(optimizer: AdaFisher, state_dict: Mapping[str, Any], load: Callabl
     where = "load_state_dict"
     check_state(where, state_dict, optimizer.param_groups)
     for group in state_dict["param_groups"]:
-        optimizer._hyper(where, {**optimizer.defaults, **group})
+        checked_hyper(optimizer, where, {**optimizer.defaults, **group})
     layers = [(name, optimizer._layers[index]) for name, _, index, _ in optimizer._modules]
     H = check_factors(where, "H_D", state_dict["H_D"], [(name, layer.H_size) for name, layer in layers])
     S = check_factors(where, "S_D", state_dict["S_D"], [(name, layer.S_size) for name, layer in layers])

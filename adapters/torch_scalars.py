@@ -1,0 +1,62 @@
+"""The scalars of a step: those of the parameter groups, and the scales of a `GradScaler`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cafin_cupy.errors import refuse
+from cafin_cupy.rule import Hyper
+
+if TYPE_CHECKING:
+    from .torch import AdaFisher
+
+SCALARS = ("lr", "beta", "Lambda", "weight_decay")  # of a parameter group
+_PLAIN = (float, int)
+
+
+def unscaling(optimizer: AdaFisher) -> tuple[float, float] | None:
+    """(scale of the gradients, scale of the loss), or None if a scaler found non-finite gradients."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    if found_inf is None:
+        return 1.0, 1.0
+    if float(found_inf):
+        return None
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is not None:
+        return float(scale), float(scale)
+    if optimizer.samples and optimizer._kept_factors is not None and optimizer._kept_factors.pending:
+        if optimizer.grad_scaler is None:
+            refuse(
+                "step", "grad_scaler", "be known where unscale_ is called before step", "None",
+                f"construct {type(optimizer).__name__}(model, ..., grad_scaler=scaler)",
+            )  # fmt: skip
+        return 1.0, float(optimizer.grad_scaler.get_scale())
+    return 1.0, 1.0
+
+
+def checked_hyper(optimizer: AdaFisher, where: str, group: Mapping[str, Any]) -> Hyper:
+    """The scalars of a parameter group; those that were checked before are looked up."""
+    key = lr, beta, Lambda, weight_decay = (group["lr"], group["beta"], group["Lambda"], group["weight_decay"])
+    plain = type(lr) in _PLAIN and type(beta) in _PLAIN and type(Lambda) in _PLAIN and type(weight_decay) in _PLAIN
+    known = optimizer._hypers.get(key) if plain else None
+    if known is not None:
+        return known
+    for name in SCALARS:
+        if isinstance(group[name], Tensor) and group[name].is_cuda:
+            if name == "lr" and optimizer.capturable:
+                if lr.dtype is not torch.float32 or lr.numel() != 1:
+                    rule, got = "be float32 with one element, if on a GPU", f"{lr.dtype} of shape {tuple(lr.shape)}"
+                    refuse(where, name, rule, got)
+                lr = 0.0  # read on the device
+                continue
+            refuse(where, name, "be a number or a CPU tensor", f"a tensor on {group[name].device}", "pass .item()")
+    hyper = Hyper.checked(where, lr, beta, Lambda, weight_decay, optimizer._decoupled)
+    if plain:
+        if len(optimizer._hypers) > 1000:  # a schedule makes new ones with every step
+            optimizer._hypers.clear()
+        optimizer._hypers[key] = hyper
+    return hyper
