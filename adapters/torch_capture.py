@@ -75,7 +75,7 @@ class CapturedIteration:
             raise BackendError("capture: `iteration` must call step(), on the CUDA backend")
         plan.refresh(optimizer._checked_hypers())
         plan.reserve()
-        before = optimizer.steps
+        before, stream = optimizer.steps, torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
@@ -84,10 +84,19 @@ class CapturedIteration:
                 raise BackendError("capture: `iteration` must call step() once")
         except BaseException:
             optimizer._count_steps(before)  # nothing has run
+            self._clean_up(stream)
             raise
         self._graphs[sampled] = graph, result
         graph.replay()
         return result
+
+    def _clean_up(self, stream: torch.cuda.Stream) -> None:
+        """After a capture that failed.  PyTorch may leave its stream current, its memory pool in use, and the generator
+        of random numbers unusable until some capture ends well."""
+        torch.cuda.set_stream(stream)
+        self._forget()
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
+            torch.zeros(1, device=stream.device)
 
 
 def check_capture(optimizer: AdaFisher) -> None:

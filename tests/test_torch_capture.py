@@ -216,20 +216,29 @@ def test_a_script_may_reset_the_count_of_a_parameter() -> None:
 
 
 @gpu
-def test_a_failed_capture_counts_no_step() -> None:
+def test_a_failed_capture_leaves_nothing_behind() -> None:
     optimizer = AdaFisher(mlp("cuda"), TCov=100, capturable=True)
     (x,) = rows("cuda", 1)
     inner = iteration_of(optimizer, x)
+    wait = True
 
-    def iteration() -> float:
-        return float(inner())  # waits for the device, which no capture allows
+    def iteration() -> Tensor:
+        loss = inner()
+        if wait:
+            loss.item()  # waits for the device, which no capture allows
+        return loss
 
     run = optimizer.capture(iteration)
     for _ in range(3):
         run()
+    stream = torch.cuda.current_stream()
     with pytest.raises(RuntimeError):
         run()
-    assert optimizer.steps == 3
+    assert optimizer.steps == 3 and torch.cuda.current_stream() == stream
+    torch.randn(3, device="cuda")  # PyTorch's generator may be left waiting for the end of the capture
+    wait = False
+    losses = [float(run()) for _ in range(6)]
+    assert optimizer.steps == 9 and losses == sorted(losses, reverse=True)
 
 
 @gpu
