@@ -22,9 +22,9 @@ SERVES_test := train bench
 SERVES_check := train bench test
 
 # The tests run in several processes; threads on top of them would only wait for each other.
-test emulate check package: export OMP_NUM_THREADS := 1
+test emulate sanitize check package: export OMP_NUM_THREADS := 1
 
-.PHONY: help train doctor bench test emulate check package clean
+.PHONY: help train doctor bench test emulate sanitize check package clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -45,6 +45,9 @@ test: $(VENV)/.for-test ## run the tests; where there is no GPU, those of the ke
 
 emulate: $(VENV)/.for-test ## run the tests of the kernels on an emulated GPU; PyTorch's need a real one
 	PYTHONPATH=tests $(PY) -m emulation $(PYTEST_ARGS) $(ARGS)
+
+sanitize: $(VENV)/.for-test ## run the tests of the kernels on a GPU under the tools of compute-sanitizer
+	PYTHONPATH=tests $(PY) -m sanitize $(PYTEST_ARGS) $(ARGS)
 
 check: $(VENV)/.for-check ## format, lint, types, tests, then the tests again on the built wheel
 	$(PY) -m ruff format --check .
