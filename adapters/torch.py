@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from cafin_cupy.arrays import torch_view
-from cafin_cupy.backend import choose, requested
+from cafin_cupy.backend import choose_for_all, requested
 from cafin_cupy.errors import BackendError, CafinError, CafinTypeError, refuse
 from cafin_cupy.factors import Factors
 from cafin_cupy.layers import Layer
 from cafin_cupy.optimizer import make_factors, owners
 from cafin_cupy.rule import DEFAULT_GAMMA, Averaging, Hyper, whole
-from cafin_cupy.update import place
 
 try:
     from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -50,7 +49,8 @@ class AdaFisher(torch.optim.Optimizer):
     F = 1, and one warning names them. Per-parameter state is `step` (int) and `exp_avg` (like the parameter).
 
     Args:
-        model: the module to train, not its parameters. On the CUDA backend its parameters are float32.
+        model: the module to train, not its parameters. On the CUDA backend its parameters are float32. It may be spread
+            over several GPUs.
         lr: learning rate, >= 0; a number or a CPU tensor.
         beta: decay of the momentum, in [0, 1).
         Lambda: damping, > 0.
@@ -61,7 +61,8 @@ class AdaFisher(torch.optim.Optimizer):
         averaging: "parity" (the public implementation's rule), "paper", or an `Averaging`.
         backend: "cuda", "reference", or None to choose by the parameters' device.
         capturable: `step` may be captured in a CUDA graph (see `capture`): counters and scalars then live on the
-            device, where a small launch ahead of the update's counts, and `lr` may be a float32 tensor there.
+            device, where a small launch ahead of the update's counts, and `lr` may be a float32 tensor there. For a
+            model on one device.
         grad_scaler: the `GradScaler` in use, needed only if the script calls its `unscale_` before `step`: the factors
             must know the scale.
 
@@ -153,8 +154,7 @@ class AdaFisher(torch.optim.Optimizer):
     def _factors(self) -> Factors:
         """The factors, made when first needed, on the device where the model is by then."""
         if self._kept_factors is None:
-            device = self._device()
-            self._kept_factors = make_factors(self._layers, self.averaging, self.backend, device)
+            self._kept_factors = make_factors(self._layers, self.averaging, self.backend, self._devices())
         return self._kept_factors
 
     def _trained(self) -> list[Tensor]:
@@ -162,18 +162,14 @@ class AdaFisher(torch.optim.Optimizer):
         every = [p for group in self.param_groups for p in group["params"]]
         return [p for p in every if p.requires_grad or p in self.state] or every
 
-    def _device(self) -> int | str:
-        views = {torch_view(p, "step", "model").device for p in self._trained()}
-        if len(views) != 1:
-            got = sorted(map(place, views))
-            refuse(type(self).__name__, "model", "lie on one device", got, "use one optimizer for each")
-        return views.pop()
+    def _devices(self) -> set[int | str]:
+        return {torch_view(p, "step", "model").device for p in self._trained()}
 
     @property
     def backend(self) -> str:
         """ "cuda" or "reference": what runs for the model where it is now."""
         dtypes = {str(p.dtype).removeprefix("torch.") for p in self._trained()}
-        return choose(self._requested, self._device(), dtypes, type(self).__name__)
+        return choose_for_all(self._requested, self._devices(), dtypes, type(self).__name__)
 
     @property
     def TCov(self) -> int:

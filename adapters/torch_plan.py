@@ -12,6 +12,7 @@ from cafin_cupy.arrays import current_stream, refuse_overlap, torch_view, view
 from cafin_cupy.cuda_update import CudaSchedule, CudaUpdate, layout, rate, scalars
 from cafin_cupy.errors import refuse
 from cafin_cupy.rule import Hyper
+from cafin_cupy.spread import SpreadUpdate
 from cafin_cupy.unchanged import Unchanged, traits
 from cafin_cupy.update import gather, matching, place, reference_update, writable
 
@@ -40,10 +41,6 @@ class Plan:
         self.params: list[Tensor] = [p for _, p in active]
         self.names = {id(p): name for name, p in optimizer.model.named_parameters()}
         factors = optimizer._factors
-        self.device = optimizer._device()
-        if factors.layers and view(factors.H[0]).device != self.device:
-            rule = f"stay on {place(view(factors.H[0]).device)} where its state is"
-            refuse("step", "model", rule, f"parameters on {place(self.device)}", "move the model before the first step")
         views = [torch_view(p, "step", self._name(p)) for p in self.params]
         for p, v in zip(self.params, views):
             writable("step", self._name(p), v)
@@ -52,20 +49,35 @@ class Plan:
         self.pairs = [
             pl and (factors.of_weight(pl[0]) if pl[1] == "weight" else factors.of_bias(pl[0])) for pl in places
         ]
-        for p, pair in zip(self.params, self.pairs):
-            if pair is not None and pair[0].numel() * pair[1].numel() != p.numel():
+        for p, v, pair in zip(self.params, views, self.pairs):
+            if pair is None:
+                continue
+            home = view(pair[0]).device
+            if home != v.device:
+                rule, got = f"stay on {place(home)} where its factors are", f"a parameter on {place(v.device)}"
+                refuse("step", self._name(p), rule, got, "move the model before the first step")
+            if pair[0].numel() * pair[1].numel() != p.numel():
                 rule = f"have {pair[1].numel()} x {pair[0].numel()} elements, as its layer had"
                 refuse("step", self._name(p), rule, tuple(p.shape), "make a new optimizer")
-        self.launch: CudaUpdate | None = None
+        self.launch: CudaUpdate | SpreadUpdate | None = None
         if factors.kernels:
             layouts, pointers = [], []
             for p, v, pair in zip(self.params, views, self.pairs):
+                if v.device == "cpu":
+                    refuse("step", self._name(p), "stay on a GPU as at the first step", "cpu", "make a new optimizer")
                 if p.dtype is not torch.float32:  # the kernels would read its memory as float32
                     refuse("step", self._name(p), "stay float32 as at the first step", p.dtype, "make a new optimizer")
                 layouts.append(layout("step", self._name(p), v, pair[0].numel() if pair else 0))
                 pointers.append((pair[0].data_ptr(), pair[1].data_ptr()) if pair else (0, 0))
-            if self.params:
-                self.launch = CudaUpdate(layouts, pointers, self.params[0], int(self.device))
+            devices = [int(v.device) for v in views]
+            self.device = devices[0] if devices else 0
+            if len(set(devices)) > 1 and optimizer.capturable:
+                got, mend = f"on {', '.join(map(place, sorted(set(devices))))}", "leave capturable out"
+                refuse("step", "model", "lie on one device if capturable", got, mend)
+            if len(set(devices)) > 1:
+                self.launch = SpreadUpdate(layouts, pointers, self.params, devices)
+            elif devices:
+                self.launch = CudaUpdate(layouts, pointers, self.params[0], self.device)
         for p in self.params:
             self._check(p, p.grad)
         self.kept = optimizer.state
@@ -93,7 +105,7 @@ class Plan:
         self.steps = list(steps.unbind())
         for state, step in zip(states, self.steps):
             state["step"] = step
-        self.schedule = CudaSchedule(self.group, steps.data_ptr(), self.params[0], int(self.device))
+        self.schedule = CudaSchedule(self.group, steps.data_ptr(), self.params[0], self.device)
         self.numbers = list(range(len(self.params)))
         self.reserve()  # for a script that captures by itself
 
@@ -230,7 +242,7 @@ class Plan:
                 state["step"] = t
 
     def _stream(self) -> int:
-        return current_stream(self.params[0], int(self.device))
+        return current_stream(self.params[0], self.device)
 
     def _launch(self, grads: list[Tensor | None], sets: Any, which: list[int]) -> None:
         assert self.launch is not None
@@ -252,10 +264,10 @@ class Plan:
 
     def expect_capture(self) -> None:
         """See `CudaUpdate.expect_capture`."""
-        if self.launch is not None:
+        if isinstance(self.launch, CudaUpdate):
             self.launch.expect_capture()
 
     def reserve(self) -> None:
         """Provide what a capture of the step will keep."""
-        if self.launch is not None:
+        if isinstance(self.launch, CudaUpdate):
             self.launch.reserve()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Collection
 
 from .errors import BackendError, refuse
 from .runtime import DTYPES, cuda_problem, prepare
@@ -48,10 +49,25 @@ def choose(backend: str | None, device: int | str, dtypes: set[str], where: str)
         return "cuda"
     if asked == "cuda":
         raise BackendError(f"{where}: `{name}` must be able to run, got 'cuda', but {problem}")
+    _warn(problem)
+    return "reference"
+
+
+def choose_for_all(backend: str | None, devices: Collection[int | str], dtypes: set[str], where: str) -> str:
+    """As `choose`, for arrays on any of `devices`: the kernels run where they can reach all."""
+    if "cpu" not in devices:
+        return "cuda" if all(choose(backend, device, dtypes, where) == "cuda" for device in devices) else "reference"
+    choice = choose(backend, "cpu", dtypes, where)
+    if len(devices) > 1 and requested(backend, where) is None:
+        _warn("a part of the model is on the CPU")
+    return choice
+
+
+def _warn(problem: str) -> None:
+    """Once in a process."""
     if problem not in _warned:
         _warned.add(problem)
-        warnings.warn(f"cafin_cupy: the reference backend runs on the GPU, slowly, because {problem}", stacklevel=3)
-    return "reference"
+        warnings.warn(f"cafin_cupy: the reference backend runs on the GPU, slowly, because {problem}", stacklevel=4)
 
 
 def _problem(device: int, dtypes: set[str]) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from array_api_compat import array_namespace
@@ -13,6 +13,7 @@ from .errors import CafinError, CafinTypeError, refuse
 from .factors import Factors, ReferenceFactors
 from .layers import Layer
 from .rule import DEFAULT_GAMMA, Averaging, Hyper, at_least, whole
+from .spread import SpreadFactors
 from .update import (
     FLOATS,
     CudaUpdate,
@@ -28,13 +29,22 @@ from .update import (
 )
 
 
-def make_factors(layers: Sequence[Layer], averaging: Averaging, backend: str, device: int | str) -> Factors:
-    """The factors of `layers` by the chosen backend."""
+def make_factors(
+    layers: Sequence[Layer], averaging: Averaging, backend: str, devices: Collection[int | str]
+) -> Factors:
+    """The factors of `layers` by the chosen backend; the weights lie on `devices`."""
     if backend == "reference":
         return ReferenceFactors(layers, averaging)
     from .cuda_factors import CudaFactors
 
-    return CudaFactors(layers, averaging, int(device))
+    first, *others = sorted(map(int, devices))
+    if not others:
+        return CudaFactors(layers, averaging, first)
+    at = [view(layer.weight, type(layer).__name__, "weight").device for layer in layers]
+    places = {device: [k for k, d in enumerate(at) if d == device] for device in (first, *others)}
+    places[first] += [k for k, d in enumerate(at) if d not in places]  # which it will refuse
+    shares = [(mine, CudaFactors([layers[k] for k in mine], averaging, device)) for device, mine in places.items()]
+    return SpreadFactors(layers, averaging, shares)
 
 
 def owners(layers: Sequence[Layer]) -> dict[int, tuple[int, str]]:
@@ -121,7 +131,7 @@ class AdaFisher:
         self.momenta = [array_namespace(a).zeros_like(a) for a in self._arrays]
         self._m = [view(m) for m in self.momenta]
         self._written = [(name, v) for (name, _), v in zip(self._named, self._p)] + named_views("momenta", self._m)
-        self._factors = make_factors(self._layers, self.averaging, self.backend, self._p[0].device)
+        self._factors = make_factors(self._layers, self.averaging, self.backend, {self._p[0].device})
         belongs = owners(self._layers)
         self._pairs = [self._pair(belongs.get(id(array))) for _, array in self._named]
         self._launch = self._launcher(where) if self.backend == "cuda" else None

@@ -318,27 +318,6 @@ def test_second_gpu_while_the_first_is_current() -> None:
 # Refused
 
 
-def split_model(first: str, second: str) -> nn.Sequential:
-    model = mlp("cpu")
-    model[0].to(first)
-    model[2:].to(second)
-    return model
-
-
-@pytest.mark.parametrize(
-    "places", [("cpu", "cuda:0"), pytest.param(("cuda:0", "cuda:1"), marks=pytest.mark.multi_gpu)], ids=str
-)
-def test_a_model_on_two_devices_is_refused(places: tuple[str, str]) -> None:
-    model = split_model(*places)
-    optimizer = AdaFisher(model)
-    before = [p.detach().clone() for p in model.parameters()]
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    with pytest.raises(CafinError, match=r"`model` must lie on one device, got .*cuda:0.*; use one optimizer"):
-        optimizer.step()
-    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before))
-
-
 @pytest.mark.parametrize(("before", "after"), [("cpu", "cuda"), ("cuda", "cpu")])
 def test_a_model_that_moves_after_its_first_step_is_refused(before: str, after: str) -> None:
     optimizer = run(AdaFisher(mlp(before)), rows(before, 2))

@@ -1,0 +1,94 @@
+"""A model that is spread over several CUDA devices: each device's share, behind the face of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .arrays import current_stream
+from .cuda_update import CudaUpdate, Layout
+from .factors import Factors
+from .layers import Layer
+from .rule import Averaging
+
+
+class SpreadFactors(Factors):
+    """Factors of layers whose weights lie on different devices.
+
+    Args:
+        layers, averaging: see `Factors`.
+        shares: for each device the places of its layers in `layers`, and their factors.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], averaging: Averaging, shares: Sequence[tuple[Sequence[int], Factors]]
+    ) -> None:
+        self.layers, self.averaging = list(layers), averaging
+        self._shares = [factors for _, factors in shares]
+        self._home = {index: (factors, k) for places, factors in shares for k, index in enumerate(places)}
+        self.H, self.S, self.H_effective, self.S_effective = (
+            [getattr(factors, name)[k] for factors, k in map(self._home.__getitem__, range(len(layers)))]
+            for name in ("H", "S", "H_effective", "S_effective")
+        )
+        self.kernels = all(factors.kernels for factors in self._shares)
+
+    @property
+    def pending(self) -> bool:
+        return any(factors.pending for factors in self._shares)
+
+    def accumulate(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
+        factors, k = self._home[index]
+        factors.accumulate(k, h, s, layer)
+
+    def defer(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
+        factors, k = self._home[index]
+        factors.defer(k, h, s, layer)
+
+    def flush(self) -> None:
+        for factors in self._shares:
+            factors.flush()
+
+    def update(self, grad_scale: float = 1.0) -> None:
+        for factors in self._shares:
+            factors.update(grad_scale)
+
+    def discard(self) -> None:
+        for factors in self._shares:
+            factors.discard()
+
+
+class SpreadUpdate:
+    """One launch on each device, with the calls of `CudaUpdate`."""
+
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        factors: Sequence[tuple[int, int]],
+        likes: Sequence[Any],
+        devices: Sequence[int],
+    ) -> None:
+        """Of each parameter: layout, addresses of (H, S), an array of its framework on its device, and that device."""
+        self._shares = []
+        for device in sorted(set(devices)):
+            places = [k for k, d in enumerate(devices) if d == device]
+            like = likes[places[0]]
+            update = CudaUpdate([layouts[k] for k in places], [factors[k] for k in places], like, device)
+            self._shares.append((places, update, like, device))
+
+    def __call__(
+        self,
+        p: list[int],
+        g: list[int],
+        m: list[int],
+        scalars: Sequence[tuple[float, ...]],
+        which: list[int],
+        stream: int = 0,
+    ) -> None:
+        """See `CudaUpdate`; each launch goes to the current stream of its device, and `stream` is not used."""
+        for places, update, like, device in self._shares:
+            mine = [which[k] for k in places]
+            used = sorted(set(mine))
+            at = {number: place for place, number in enumerate(used)}
+            ours, grads, momenta = ([every[k] for k in places] for every in (p, g, m))
+            sets, numbers = [scalars[k] for k in used], [at[k] for k in mine]
+            update(ours, grads, momenta, sets, numbers, current_stream(like, device))
