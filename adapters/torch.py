@@ -28,7 +28,8 @@ except ImportError:  # internal to torch, so they may go: then every step looks 
     _global_optimizer_pre_hooks = _global_optimizer_post_hooks = {0: None}  # type: ignore[assignment,dict-item]
 
 from .torch_capture import RUN_FIRST, CapturedIteration, check_capture
-from .torch_layers import Tap, describe
+from .torch_kinds import kind_of
+from .torch_layers import Tap, find_layers
 from .torch_plan import Plan
 from .torch_scalars import checked_hyper, unscaling
 from .torch_state import take_over, with_factors
@@ -45,8 +46,9 @@ _SERVED = object()  # marks a `step` that serves hooks and profiler itself
 class AdaFisher(torch.optim.Optimizer):
     """AdaFisher for a model: `g <- g + wd p;  m <- beta m + (1 - beta) g;  p <- p - lr / (1 - beta^t) m / F`.
 
-    Layers with factors: Linear, Conv2d, BatchNorm2d, LayerNorm and their subclasses. Other parameters are updated with
-    F = 1, and one warning names them. Per-parameter state is `step` (int) and `exp_avg` (like the parameter).
+    Layers with factors: Linear, Conv1d to Conv3d, the norm layers (batch, group, instance, layer, RMS) and their
+    subclasses. Other parameters are updated with F = 1, and one warning names them. Per-parameter state is `step` (int)
+    and `exp_avg` (like the parameter).
 
     Args:
         model: the module to train, not its parameters. On the CUDA backend its parameters are float32. It may be spread
@@ -137,17 +139,7 @@ class AdaFisher(torch.optim.Optimizer):
         self._hypers: dict[Any, Hyper] = {}  # scalars that have been checked
 
     def _find_layers(self) -> None:
-        """Descriptors in module order. Modules that hold the same weight and bias share the factors of the first."""
-        self._layers, self._modules, shared = [], [], {}  # type: ignore[var-annotated]
-        for name, module in self.model.named_modules():
-            layer = describe(name, module)
-            if layer is None:
-                continue
-            key = (type(layer), id(layer.weight), id(layer.bias), getattr(layer, "groups", 1))
-            if key not in shared:
-                shared[key] = len(self._layers)
-                self._layers.append(layer)
-            self._modules.append((name, module, shared[key], layer))
+        self._layers, self._modules = find_layers(self.model)
         self._owners = owners(self._layers)
 
     @property
@@ -200,7 +192,7 @@ class AdaFisher(torch.optim.Optimizer):
         """Hooks live on sampled steps only."""
         if self.samples and not self._taps:
             self._taps[:] = [
-                module.register_forward_hook(Tap(self, index, layer), with_kwargs=True)
+                module.register_forward_hook(Tap(self, index, layer, kind_of(module)), with_kwargs=True)
                 for _, module, index, layer in self._modules
             ]
         elif not self.samples:

@@ -1,50 +1,35 @@
-"""PyTorch modules as layers: which modules have factors, and how their inputs and output gradients are caught."""
+"""The layers of a PyTorch model, and how their inputs and output gradients are caught."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cafin_cupy.errors import refuse
-from cafin_cupy.layers import BatchNorm2d, Conv2d, Layer, LayerNorm, Linear
+from cafin_cupy.layers import Layer
+
+from .torch_kinds import Kind, kind_of
 
 
-def describe(name: str, module: nn.Module) -> Layer | None:
-    """The descriptor of a module, or None if it is of no known type or its weight is not a parameter of its own."""
-    kind = next((known for known in _DESCRIBE if isinstance(module, known)), None)
-    if kind is None:
-        return None
-    if nn.utils.parametrize.is_parametrized(module, "weight"):
-        return None  # computed anew at each access, which may even change the module's state
-    weight, bias = module.weight, module.bias
-    if isinstance(weight, nn.parameter.UninitializedParameter):
-        refuse("AdaFisher", "model", "have initialised parameters", f"a lazy `{name}`", "run one forward pass first")
-    if not isinstance(weight, nn.Parameter):  # affine=False, or computed by a hook
-        return None
-    return _DESCRIBE[kind](name, module, weight, bias if isinstance(bias, nn.Parameter) else None)
-
-
-def _conv2d(name: str, module: Any, weight: Tensor, bias: Tensor | None) -> Layer:
-    padding = module.padding
-    if module.padding_mode != "zeros" or padding == "valid":
-        padding = 0  # other modes pad the input before the layer reads it, see `catch`
-    elif padding == "same":
-        padding = tuple(d * (k - 1) // 2 for d, k in zip(module.dilation, module.kernel_size))
-    return Conv2d(
-        weight, bias, stride=module.stride, padding=padding, dilation=module.dilation, groups=module.groups, name=name
-    )
-
-
-_DESCRIBE: dict[type[nn.Module], Callable[[str, Any, Tensor, Tensor | None], Layer]] = {
-    nn.Linear: lambda name, module, weight, bias: Linear(weight, bias, name=name),
-    nn.Conv2d: _conv2d,
-    nn.BatchNorm2d: lambda name, module, weight, bias: BatchNorm2d(weight, bias, name=name),
-    nn.LayerNorm: lambda name, module, weight, bias: LayerNorm(weight, bias, name=name),
-}
+def find_layers(model: nn.Module) -> tuple[list[Layer], list[tuple[str, nn.Module, int, Layer]]]:
+    """Descriptors in module order, and (name, module, place of its factors, descriptor) of each layer. Modules that
+    hold the same weight and bias share the factors of the first."""
+    layers: list[Layer] = []
+    modules: list[tuple[str, nn.Module, int, Layer]] = []
+    shared: dict[Any, int] = {}
+    for name, module in model.named_modules():
+        kind = kind_of(module)
+        layer = kind.describe(module, name) if kind is not None else None
+        if layer is None:
+            continue
+        key = (type(layer), id(layer.weight), id(layer.bias), getattr(layer, "groups", 1))
+        if key not in shared:
+            shared[key] = len(layers)
+            layers.append(layer)
+        modules.append((name, module, shared[key], layer))
+    return layers, modules
 
 
 class Tap:
@@ -53,9 +38,11 @@ class Tap:
     In a copied or unpickled model it removes itself at the first call: a copy trains with its own optimizer.
     """
 
-    def __init__(self, optimizer: Any = None, index: int = 0, layer: Layer | None = None) -> None:
+    def __init__(self, optimizer: Any = None, index: int = 0, layer: Any = None, kind: Any = None) -> None:
         self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
-        self.index, self.layer = index, layer
+        self.index: int = index
+        self.layer: Layer = layer
+        self.kind: Kind = kind
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """The input is looked at only when the gradient is known, so a forward without a backward leaves no trace, and
@@ -69,19 +56,23 @@ class Tap:
         # so does a head that trains on a model in eval mode.
         if not torch.is_grad_enabled() or not (module.training or optimizer.model.training):
             return
-        h = args[0] if args else kwargs.get("input")
+        h = args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
         if not isinstance(h, Tensor) or not isinstance(output, Tensor) or not output.requires_grad:
             return
         if _transforming():  # per-sample gradients and the like: their tensors mean nothing outside the transform
             return
-        weight: Any = module.weight
-        bias: Any = module.bias
+        weight, bias = self.layer.weight, self.layer.bias
         if not weight.requires_grad and (bias is None or not bias.requires_grad):
             return
         optimizer.prepare()
-        h = h.detach()
-        kept = keep(h if weight.requires_grad and _autograd_keeps(module, h) else h.clone())
+        itself = weight.requires_grad and self.kind.keeps(module, h)
+        kept = keep(h.detach() if itself else h.detach().clone())
         output.register_hook(_Catch(optimizer, self, module, kept))
+
+    def receive(self, optimizer: Any, module: nn.Module, h: Tensor, s: Tensor) -> None:
+        """From backward."""
+        h, s = self.kind.arrange(module, h, s)
+        optimizer._receive(self.index, h, s, self.layer)
 
     def _remove(self, module: nn.Module) -> None:
         for hooks in (module._forward_hooks, module._forward_hooks_with_kwargs):
@@ -111,21 +102,7 @@ class _Catch:
         h = kept if isinstance(kept, Tensor) else kept[0].grad_fn.saved_tensors[0]
         if not _graph_is_kept():
             self._kept = None  # free the input now: the script may hold on to the loss
-        s = s.detach()
-        if not isinstance(module, nn.Linear):
-            h, s = _as_batch(module, h, s)
-        self._optimizer._receive(self._tap.index, h, s, self._tap.layer)
-
-
-def _as_batch(module: Any, h: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """Input and output gradient as the layer's descriptor has them: padded, and with a batch axis."""
-    alone = 3
-    if isinstance(module, nn.Conv2d):
-        if module.padding_mode != "zeros":
-            h = nn.functional.pad(h, module._reversed_padding_repeated_twice, mode=module.padding_mode)
-    else:
-        alone = len(getattr(module, "normalized_shape", ()))
-    return (h.unsqueeze(0), s.unsqueeze(0)) if h.dim() == alone else (h, s)
+        self._tap.receive(self._optimizer, module, h, s.detach())
 
 
 class _Keep(torch.autograd.Function):
@@ -156,14 +133,3 @@ _transforming = getattr(torch._C, "_are_functorch_transforms_active", lambda: Fa
 # True if the running backward retains its graph, so that another may follow.
 _graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore: ())
-
-
-def _autograd_keeps(module: Any, h: Tensor) -> bool:
-    """True if the backward of a layer that trains needs `h` itself. Where autograd keeps nothing, or a cast or padded
-    copy, the script may overwrite `h` before backward, and a copy of ours must be kept."""
-    if isinstance(module, nn.Conv2d) and module.padding_mode != "zeros":
-        return False
-    if torch.is_autocast_enabled(h.device.type) and not isinstance(module, nn.BatchNorm2d):
-        wide = isinstance(module, nn.LayerNorm)
-        return h.dtype == (torch.float32 if wide else torch.get_autocast_dtype(h.device.type))
-    return True

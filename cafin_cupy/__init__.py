@@ -12,7 +12,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import reference
     from .errors import BackendError, CafinError, CafinTypeError, CafinValueError
-    from .layers import BatchNorm2d, Conv2d, LayerNorm, Linear
+    from .layers import (
+        BatchNorm1d,
+        BatchNorm2d,
+        BatchNorm3d,
+        Conv1d,
+        Conv2d,
+        Conv3d,
+        GroupNorm,
+        InstanceNorm,
+        LayerNorm,
+        Linear,
+        RMSNorm,
+        SyncBatchNorm,
+    )
     from .optimizer import AdaFisher
     from .rule import Averaging
     from .update import fused_step
@@ -23,26 +36,42 @@ _HOME = {
     "AdaFisher": "optimizer",
     "Averaging": "rule",
     "BackendError": "errors",
+    "BatchNorm1d": "layers",
     "BatchNorm2d": "layers",
+    "BatchNorm3d": "layers",
     "CafinError": "errors",
     "CafinTypeError": "errors",
     "CafinValueError": "errors",
+    "Conv1d": "layers",
     "Conv2d": "layers",
+    "Conv3d": "layers",
+    "GroupNorm": "layers",
+    "InstanceNorm": "layers",
     "LayerNorm": "layers",
     "Linear": "layers",
+    "RMSNorm": "layers",
+    "SyncBatchNorm": "layers",
     "fused_step": "update",
 }
 __all__ = [
     "AdaFisher",
     "Averaging",
     "BackendError",
+    "BatchNorm1d",
     "BatchNorm2d",
+    "BatchNorm3d",
     "CafinError",
     "CafinTypeError",
     "CafinValueError",
+    "Conv1d",
     "Conv2d",
+    "Conv3d",
+    "GroupNorm",
+    "InstanceNorm",
     "LayerNorm",
     "Linear",
+    "RMSNorm",
+    "SyncBatchNorm",
     "__version__",
     "fused_step",
     "reference",

@@ -7,7 +7,6 @@ layer's last call; when the geometry changes within a step, what waits is folded
 
 from __future__ import annotations
 
-import math
 import struct
 import warnings
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from .arrays import (
 )
 from .errors import refuse
 from .factors import Factors
+from .fold import FOLD_BLOCK, patches_job, plain_job
 from .layers import Columns, Layer
 from .matrix import COLUMN_SUMS_BLOCK, Matrix, matrix, split
 from .rule import Averaging
@@ -37,7 +37,6 @@ from .unchanged import Unchanged, version
 ELEMENTS = {"float32": 0, "bfloat16": 1, "float16": 2}  # what column_sums reads, by its number there
 FEW_ROWS = 64  # below, a block covers more columns
 BATCH_BYTES = 64 << 20  # of arrays that wait for one launch: enough to make little of its start and end
-FOLD_BLOCK, FOLD_LANES = 256, 8  # as in fold.cu
 AVERAGE_BLOCK = 1024  # as in average.cu
 _POINTER = struct.Struct("Q")
 
@@ -73,27 +72,11 @@ class _Half:
             *(tiles, slices, parts, columns.power == 2, 0, ELEMENTS[dtype], wide, tile, columns.scale),
         )
         self.blocks = tiles * slices
-        job, image = self.job, columns.patches
-        job[...] = np.zeros((), table.FoldJob)
-        job["columns"], job["run"], job["slices"], job["parts"] = ptr, laid.run, slices, parts
-        job["tile"] = tile
-        job["outputs"] = laid.segments
-        if image is not None:
-            rows = image.output[0] * -(-image.image[1] // 32)  # that a lane adds for a kernel row
-            warps = next((warps for warps in (1, 2, 4) if rows <= 32 * warps), 8)
-            job["warps"], job["pixels"] = warps, width
-            job["outputs"] = image.groups * image.channels * math.prod(image.kernel)
-            job["channel_step"], job["row_step"], job["column_step"] = laid.steps
-            for name, (y, x) in (("stride", image.stride), ("padding", image.padding), ("dilation", image.dilation)):
-                job[f"{name}_y"], job[f"{name}_x"] = y, x
-            job["height"], job["width"] = image.image
-            job["out_height"], job["out_width"] = image.output
-            job["kernel_height"], job["kernel_width"] = image.kernel
-        self.outputs = int(job["outputs"])
-        threads = self.outputs * FOLD_LANES
-        if image is not None:
-            threads = image.groups * image.channels * image.kernel[0] * int(job["warps"]) * 32
-        self.fold_blocks = -(-threads // FOLD_BLOCK)
+        if columns.patches is None:
+            self.job, self.fold_blocks = plain_job(ptr, laid, slices, parts, tile)
+        else:
+            self.job, self.fold_blocks = patches_job(ptr, laid, slices, columns.patches)
+        self.outputs = int(self.job["outputs"])
 
     def room(self, keep: bool) -> None:
         """Raw sums for this geometry's results; with `keep`, behind those already there (a longer sequence)."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import table
-from .arrays import View, allocate, same_strides
+from .arrays import View, allocate, contiguous_strides, same_strides
 from .errors import refuse
 from .rule import Hyper
 from .runtime import Arguments, Launch, prepare
@@ -38,13 +39,14 @@ def layout(where: str, name: str, p: View, columns: int) -> Layout:
         refuse(where, name, f"have fewer than {2**32} columns", columns, "the kernel counts them in 32 bits")
     if p.contiguous:
         return Layout(p.size, columns, 0, 0)
-    if len(p.shape) == 4:
-        _, c, height, width = p.shape
-        if same_strides(p.shape, p.strides, (c * height * width, 1, width * c, c)):
-            if columns not in (0, c * height * width):
-                rule = f"be contiguous, or have {c * height * width} columns in channels_last memory"
+    if len(p.shape) >= 3:
+        _, c, *kernel = p.shape
+        taps = math.prod(kernel)
+        if same_strides(p.shape, p.strides, (c * taps, 1, *(c * step for step in contiguous_strides(tuple(kernel))))):
+            if columns not in (0, c * taps):
+                rule = f"be contiguous, or have {c * taps} columns in channels_last memory"
                 refuse(where, name, rule, f"{columns} columns", "pass .contiguous()")
-            return Layout(p.size, columns, c, height * width)
+            return Layout(p.size, columns, c, taps)
     refuse(
         where, name, "be contiguous or channels_last", f"shape {p.shape} with strides {p.strides}", "pass .contiguous()"
     )

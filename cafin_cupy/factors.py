@@ -54,13 +54,13 @@ class Factors:
         return array_namespace(F).astype(reference.effective(F, self.averaging), dtype)
 
     def of_weight(self, index: int) -> tuple[Any, Any]:
-        """(H, S) of a layer's weight, seen as a (S, H) matrix: views."""
-        return self.H_effective[index][: self.layers[index].width], self.S_effective[index]
+        """(columns, rows) of a layer's weight, seen as a row-major matrix: the vectors whose outer product is F, views
+        of the factors. `update` calls them H and S, as they are in most layers."""
+        return self.layers[index].of_weight(self.H_effective[index], self.S_effective[index])
 
     def of_bias(self, index: int) -> tuple[Any, Any]:
-        """(H, S) of a layer's bias: views."""
-        width = self.layers[index].width
-        return self.H_effective[index][width : width + 1], self.S_effective[index]
+        """(columns, rows) of a layer's bias: views."""
+        return self.layers[index].of_bias(self.H_effective[index], self.S_effective[index])
 
     def load(self, index: int, H: Any, S: Any) -> None:
         """Overwrite the factors of one layer in place, with arrays of the same framework and device."""

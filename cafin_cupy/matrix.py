@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
 
 from .arrays import View, contiguous_strides, same_strides
 from .layers import Columns
@@ -16,35 +16,47 @@ LEAST_ROWS = 128  # per block, so that partial sums stay few
 @dataclass(frozen=True)
 class Matrix:
     """An array as column_sums reads it: `rows` at a distance of `stride`, each `segments * run` neighbouring columns.
-    `steps` leads from (channel, y, x) to a column, for images."""
+    `steps` leads from (channel, z, y, x) to a column, for images."""
 
     rows: int
     stride: int
     segments: int
     run: int
-    steps: tuple[int, int, int] = (0, 0, 0)
+    steps: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
 def matrix(v: View, columns: Columns) -> Matrix | None:
-    """How to read `v` without a copy: contiguous samples at any distance, or channels_last images; None if neither."""
+    """How to read `v` without a copy: contiguous samples at any distance, or images in channels_last memory (of any
+    number of axes: a transposed sequence is one); None if neither."""
     width = columns.segments * columns.run
     lead = columns.lead
     inner = v.shape[lead:]
-    steps: Any = contiguous_strides(inner) if len(inner) == 3 else (0, 0, 0)
-    if same_strides(inner, v.strides[lead:], contiguous_strides(inner)):
+    dense = contiguous_strides(inner)
+    if same_strides(inner, v.strides[lead:], dense):
         stride = _row_stride(v.shape[:lead], v.strides[:lead], width)
+        steps = _steps(dense, columns)
         return None if stride is None else Matrix(columns.rows, stride, columns.segments, columns.run, steps)
-    if lead != 1 or len(v.shape) != 4:
+    if lead != 1 or len(inner) < 2:
         return None
-    channels, height, width_ = inner
-    last = (height * width_ * channels, 1, width_ * channels, channels)
-    if not same_strides(inner, v.strides[1:], last[1:]):
+    channels, pixels = inner[0], math.prod(inner[1:])
+    last = (1, *(channels * step for step in contiguous_strides(inner[1:])))
+    if not same_strides(inner, v.strides[1:], last):
         return None
-    if columns.patches is not None:  # a convolution's input keeps its pixels, whatever their order
-        return Matrix(columns.rows, v.strides[0] if v.shape[0] > 1 else width, width, 1, last[1:])
-    if columns.run != height * width_ or (v.shape[0] > 1 and v.strides[0] != last[0]):
+    if columns.patches is not None:  # the pixels are kept, whatever their order
+        stride = v.strides[0] if v.shape[0] > 1 else width
+        return Matrix(columns.rows, stride, width, 1, _steps(last, columns))
+    if columns.run != pixels or (v.shape[0] > 1 and v.strides[0] != pixels * channels):
         return None
     return Matrix(columns.rows * columns.run, channels, channels, 1)
+
+
+def _steps(strides: tuple[int, ...], columns: Columns) -> tuple[int, int, int, int]:
+    """From (channel, z, y, x) to a column, for pixels with these strides; 0 along the axes that the image lacks."""
+    if columns.patches is None:
+        return 0, 0, 0, 0
+    channel, *pixel = strides
+    z, y, x = (0,) * (3 - len(pixel)) + tuple(pixel)
+    return channel, z, y, x
 
 
 def _row_stride(shape: tuple[int, ...], strides: tuple[int, ...], width: int) -> int | None:

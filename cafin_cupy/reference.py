@@ -16,6 +16,7 @@ Source of the formulas: AdaFisher (Gomes et al., arXiv 2405.16397), as its publi
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace, device, is_jax_array, is_torch_array
@@ -33,7 +34,7 @@ class RawSums(NamedTuple):
     """What one sampled step has seen of a layer; additive over micro-batches, repeated calls and ranks.
 
     Attributes:
-        H: sums of the input: squares for Linear (d_in,) and Conv2d (K,), plain sums for norm layers (units,).
+        H: sums of the input: squares for Linear (d_in,) and convolutions (K,), plain sums for norm layers (units,).
         S: sums of the output gradient: squares, or plain sums for norm layers; (S_size,).
         n: rows, samples, or batch times output positions: what the sums will be divided by.
     """
@@ -244,33 +245,32 @@ def _column_sums(x: Any, columns: Columns) -> Any:
 
 
 def _sums_of(x: Any, columns: Columns) -> Any:
-    """Sums over some rows of an array, per segment or, for patches, per pixel (C_in, H, W)."""
+    """Sums over some rows of an array, per segment or, for patches, per pixel (channel, z, y, x)."""
     xp = array_namespace(x)
     if xp.finfo(x.dtype).bits < 32:
         x = xp.astype(x, xp.float32)
     if columns.power == 2:
         x = x * x
     if columns.patches is not None:
-        return xp.sum(x, axis=0)
+        return xp.reshape(xp.sum(x, axis=0), (x.shape[1], *columns.patches.image))
     rows = math.prod(x.shape[: columns.lead])
     return xp.sum(xp.reshape(x, (rows, columns.segments, columns.run)), axis=(0, 2))
 
 
 def _fold(xp: Any, pixels: Any, geometry: Patches) -> Any:
-    """Fold pixel sums (C_in, H, W) into kernel taps, order (c, i, j): which pixels meet tap (i, j) depends on their
+    """Fold pixel sums (channel, z, y, x) into kernel taps, order (c, k, i, j): which pixels meet a tap depends on their
     position alone, so no patch is ever made."""
     taps = []
-    for i in range(geometry.kernel[0]):
-        rows = _seen(geometry, 0, i)
-        for j in range(geometry.kernel[1]):
-            taps.append(xp.sum(pixels[:, rows, _seen(geometry, 1, j)], axis=(1, 2)))
-    per_channel = xp.stack(taps, axis=1)  # (C_in, kh * kw)
+    for tap in product(*map(range, geometry.kernel)):
+        z, y, x = (_seen(geometry, axis, place) for axis, place in enumerate(tap))
+        taps.append(xp.sum(pixels[:, z, y, x], axis=(1, 2, 3)))
+    per_channel = xp.stack(taps, axis=1)  # (groups * channels, taps)
     per_group = xp.reshape(per_channel, (geometry.groups, geometry.channels, len(taps)))
     return xp.reshape(xp.sum(per_group, axis=0), (-1,))
 
 
 def _seen(geometry: Patches, axis: int, tap: int) -> slice:
-    """The rows (axis 0) or columns (axis 1) of the image that meet tap number `tap` of the kernel."""
+    """The pixels along an axis of the image (0 depth, 1 height, 2 width) that meet place number `tap` of the kernel."""
     stride, size = geometry.stride[axis], geometry.image[axis]
     start = tap * geometry.dilation[axis] - geometry.padding[axis]  # seen by output 0, perhaps outside the image
     first = max(0, -(start // stride))  # first output inside: start + first * stride >= 0

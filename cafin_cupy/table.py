@@ -43,9 +43,10 @@ ColumnSums = np.dtype([("operand", Operand, OPERANDS), ("count", _INT), ("unused
 
 FoldJob = _struct(
     **_fields(_PTR, "columns sums"),
-    **_fields(_LONG, "outputs run channel_step row_step column_step pixels"),
-    **_fields(_INT, "slices parts tile add warps height width out_height out_width kernel_height kernel_width"),
-    **_fields(_INT, "stride_y stride_x padding_y padding_x dilation_y dilation_x unused"),
+    **_fields(_LONG, "outputs run channel_step depth_step row_step column_step pixels"),
+    **_fields(_INT, "slices parts tile add across down depth height width out_depth out_height out_width"),
+    **_fields(_INT, "kernel_depth kernel_height kernel_width stride_z stride_y stride_x padding_z padding_y padding_x"),
+    **_fields(_INT, "dilation_z dilation_y dilation_x"),
 )
 Fold = _struct(**_fields(_PTR, "jobs shares"))
 

@@ -1,15 +1,17 @@
 // Fold: from the partial sums of column_sums.cu to the raw sums of each layer, all layers in one launch.
 //
 // Plain:   sums[j] = sum over slices and tiles of columns[slice, part, j].
-// Patches: sums[c, i, j] = sum over slices and output positions (y, x) of the pixel sum that tap (i, j) of input
-//          channel c meets there, columns[slice, pixel(c, y * sh + i * dh - ph, x * sw + j * dw - pw)]; pixels outside
-//          the image are the zero padding and add nothing. Thus a convolution's patch moment needs no patches, for any
-//          stride, padding and dilation, in either memory layout. average.cu adds the groups, C_in / groups channels
+// Patches: sums[c, k, i, j] = sum over slices and output positions (z, y, x) of the pixel sum that tap (k, i, j) of
+//          channel c meets there, columns[slice, pixel(c, z * sd + k * dd - pd, y * sh + i * dh - ph,
+//          x * sw + j * dw - pw)]; pixels outside the image are the zero padding and add nothing. Thus a convolution's
+//          patch moment needs no patches, for any stride, padding and dilation, in either memory layout. An image of
+//          two axes has depth 1, one of one axis height 1 as well. average.cu adds the groups, C_in / groups channels
 //          each.
 //
-// Plain: eight lanes a result. Patches: a warp a channel and kernel row i, or several warps where the image is large.
-// Which pixels tap (i, j) meets is one question of i and y and another of j and x: so a lane adds the pixels of column
-// x in all image rows that i meets, and then the lanes that j meets are added, for each j.
+// Plain: eight lanes a result. Patches: a warp a channel and kernel row (k, i), or several warps where the image is
+// large. Which pixels tap (k, i, j) meets is one question of k and z, another of i and y, and another of j and x: so a
+// lane adds the pixels of column x in all image rows that (k, i) meets, and then the lanes that j meets are added, for
+// each j. Several warps share the rows, or, where there are few, the columns.
 //
 // Order of summation: fixed as in column_sums.cu. A lane's rows in order, lanes by a butterfly, the warps in order.
 
@@ -20,7 +22,8 @@ struct FoldJob {
     A* sums;           // (outputs), in/out
     i64 outputs;       //
     i64 run;           // as in column_sums
-    i64 channel_step;  // pixel index: channel * channel_step + y * row_step + x * column_step
+    i64 channel_step;  // pixel index: channel * channel_step + z * depth_step + y * row_step + x * column_step
+    i64 depth_step;    //
     i64 row_step;      //
     i64 column_step;   //
     i64 pixels;        // columns of one slice; patches only
@@ -28,14 +31,14 @@ struct FoldJob {
     int parts;         //
     int tile;          // columns of a block of column_sums; plain only
     int add;           // 1: add to `sums`, 0: overwrite
-    int warps;         // of a channel's kernel row, a divisor of WARPS; 0: plain
-    int height, width;              // of the image
-    int out_height, out_width;      //
-    int kernel_height, kernel_width;
-    int stride_y, stride_x;
-    int padding_y, padding_x;
-    int dilation_y, dilation_x;
-    int unused;  // keeps the size a multiple of 8
+    int across, down;  // warps of a channel's kernel row, a divisor of WARPS: they share the columns and the rows of the
+                       // image; 0: plain
+    int depth, height, width;              // of the image
+    int out_depth, out_height, out_width;  //
+    int kernel_depth, kernel_height, kernel_width;
+    int stride_z, stride_y, stride_x;
+    int padding_z, padding_y, padding_x;
+    int dilation_z, dilation_y, dilation_x;
 };
 
 struct Fold {
@@ -80,17 +83,20 @@ __device__ inline void plain(const FoldJob& job, i64 output) {
     if (lane == 0 && output < job.outputs) put(job, output, sum);
 }
 
-// Sum of the pixels of column x in the image rows that kernel row i meets, every job.warps-th of them.
-__device__ inline A column_sum(const FoldJob& job, const A* image, int i, int x, int warp) {
-    const int top = i * job.dilation_y - job.padding_y;
+// Sum of the pixels of column x in the image rows that a kernel row meets, every `step`-th of them from `warp`. Its first
+// output would meet image row `top` of layer `front`. Slices and layers are one loop: two would take more registers.
+__device__ inline A column_sum(const FoldJob& job, const A* image, int front, int top, int x, int warp, int step) {
     A sum = 0;
-    for (int slice = 0; slice < job.slices; ++slice) {
-        const A* column = image + slice * job.pixels + x * job.column_step;
-        for (int first = warp; first < job.out_height; first += IN_FLIGHT * job.warps) {
+    const A* at = image + x * job.column_step;
+    for (int n = 0; n < job.slices * job.out_depth; ++n) {
+        const int slice = n / job.out_depth, z = (n - slice * job.out_depth) * job.stride_z + front;
+        if (z < 0 || z >= job.depth) continue;
+        const A* column = at + slice * job.pixels + z * job.depth_step;
+        for (int first = warp; first < job.out_height; first += IN_FLIGHT * step) {
             A pixel[IN_FLIGHT];
 #pragma unroll
             for (int u = 0; u < IN_FLIGHT; ++u) {
-                const int position = first + u * job.warps;
+                const int position = first + u * step;
                 const int y = position * job.stride_y + top;
                 const bool seen = position < job.out_height && y >= 0 && y < job.height;
                 pixel[u] = seen ? column[y * job.row_step] : A(0);
@@ -105,38 +111,51 @@ __device__ inline A column_sum(const FoldJob& job, const A* image, int i, int x,
 // The taps of the kernel rows, counted over all channels, that this block serves.
 __device__ inline void patches(const FoldJob& job, int number) {
     __shared__ A partial[WARPS][WARP];
-    const int lane = threadIdx.x % WARP, place = threadIdx.x / WARP, warp = place % job.warps;
-    const i64 kernel_row = i64(number) * (WARPS / job.warps) + place / job.warps;
+    const int warps = job.across * job.down, lane = threadIdx.x % WARP, place = threadIdx.x / WARP;
+    const int warp = place % warps;
+    const i64 kernel_row = i64(number) * (WARPS / warps) + place / warps;
     const bool used = kernel_row * job.kernel_width < job.outputs;
-    const A* image = job.columns + kernel_row / job.kernel_height * job.channel_step;
+    const i64 kernel_layer = kernel_row / job.kernel_height;  // counted likewise
+    const int i = int(kernel_row - kernel_layer * job.kernel_height);
+    const i64 channel = job.kernel_depth == 1 ? kernel_layer : kernel_layer / job.kernel_depth;
+    const int k = int(kernel_layer - channel * job.kernel_depth);
+    const int front = k * job.dilation_z - job.padding_z, top = i * job.dilation_y - job.padding_y;
+    const A* image = job.columns + channel * job.channel_step;
+    const int step = WARP * job.across, beside = WARP * (warp % job.across), below = warp / job.across;
     for (int from = 0; from < job.kernel_width; from += WARP) {
         const int to = min(from + WARP, job.kernel_width);
         A mine = 0;  // of tap from + lane
-        for (int left = 0; used && left < job.width; left += WARP) {
+        for (int left = beside; used && left < job.width; left += step) {
             const int x = left + lane;
-            const A sum = x < job.width ? column_sum(job, image, int(kernel_row % job.kernel_height), x, warp) : A(0);
+            const A sum = x < job.width ? column_sum(job, image, front, top, x, below, job.down) : A(0);
             for (int j = from; j < to; ++j) {
                 const bool met = meets(x, j * job.dilation_x - job.padding_x, job.stride_x, job.out_width);
                 const A tap = warp_sum(met ? sum : A(0));
                 if (lane == j - from) mine += tap;
             }
         }
-        if (job.warps > 1) {
+        if (warps > 1) {
             __syncthreads();  // an earlier pass may still read
             partial[place][lane] = mine;
             __syncthreads();
             if (warp == 0)
-                for (int w = 1; w < job.warps; ++w) mine += partial[place + w][lane];
+                for (int w = 1; w < warps; ++w) mine += partial[place + w][lane];
         }
         if (used && warp == 0 && from + lane < to) put(job, kernel_row * job.kernel_width + from + lane, mine);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) fold(const Fold args) {
+#if __CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 1200
+constexpr int BLOCKS = 5;  // of a multiprocessor, so 48 registers a thread, which suffice here
+#else
+constexpr int BLOCKS = 4;
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fold(const Fold args) {
     wait_for_previous_launch();
     allow_next_launch();
     const Share share = args.shares[blockIdx.x];
     const FoldJob job = args.jobs[share.item];
-    if (job.warps) patches(job, share.number);
+    if (job.across) patches(job, share.number);
     else plain(job, (i64(share.number) * THREADS + threadIdx.x) / LANES);
 }

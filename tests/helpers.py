@@ -12,7 +12,24 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from cafin_cupy import AdaFisher, Averaging, BatchNorm2d, CafinError, Conv2d, LayerNorm, Linear, reference
+from cafin_cupy import (
+    AdaFisher,
+    Averaging,
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    CafinError,
+    Conv1d,
+    Conv2d,
+    Conv3d,
+    GroupNorm,
+    InstanceNorm,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    SyncBatchNorm,
+    reference,
+)
 from cafin_cupy.layers import Layer
 
 FRAMEWORKS = [
@@ -45,8 +62,8 @@ def numpy_of(x: Any) -> np.ndarray[Any, Any]:
 
 def lay(xp: Any, x: Any, layout: str) -> Any:
     """The values of `x` in another memory layout. Layouts of images leave other arrays contiguous."""
-    if layout == "channels_last" and x.ndim == 4:
-        return xp.ascontiguousarray(x.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+    if layout == "channels_last" and x.ndim in (3, 4, 5):
+        return xp.moveaxis(xp.ascontiguousarray(xp.moveaxis(x, 1, -1)), -1, 1)
     if layout == "transposed":
         return xp.ascontiguousarray(x.T).T
     if layout == "sliced" and x.ndim:  # every other row of a larger array
@@ -108,7 +125,7 @@ class Case(NamedTuple):
 
     def layer(self, array: Any = np.zeros) -> Layer:
         """A descriptor whose arrays are `array(shape)`."""
-        units = math.prod(self.weight) if self.kind is LayerNorm else self.weight[0]
+        units = math.prod(self.weight) if issubclass(self.kind, LayerNorm) else self.weight[0]
         return self.kind(array(self.weight), array((units,)) if self.bias else None, **self.options)
 
     def data(self, seed: int = 0) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -126,14 +143,19 @@ def linears(draw: Any) -> Case:
 
 
 @st.composite
-def convolutions(draw: Any) -> Case:
-    """Strides above the kernel, padding above it, dilation, groups down to depthwise, and output rows that only the
-    padding behind the image explains."""
-    two = lambda least, most: (draw(st.integers(least, most)), draw(st.integers(least, most)))  # noqa: E731
+def convolutions(draw: Any, least: int = 1, most: int = 3) -> Case:
+    """Strides above the kernel, padding above it, dilation, groups down to depthwise, and outputs that only the padding
+    behind the image explains; images of `least` to `most` axes."""
+    count = draw(st.integers(least, most))
     groups, c_in, c_out = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    kernel, stride, padding, dilation, more, extra = two(1, 4), two(1, 5), two(0, 6), two(1, 3), two(0, 7), two(0, 1)
+    small = 1 if count == 3 else 0  # volumes have many pixels
+
+    def each(low: int, high: int) -> tuple[int, ...]:
+        return tuple(draw(st.integers(low, high)) for _ in range(count))
+
+    kernel, stride, padding, dilation = each(1, 4 - small), each(1, 5), each(0, 6 - 3 * small), each(1, 3 - small)
     image, output = [], []
-    for k, t, p, d, m, e in zip(kernel, stride, padding, dilation, more, extra):
+    for k, t, p, d, m, e in zip(kernel, stride, padding, dilation, each(0, 7 - 3 * small), each(0, 1)):
         reach = d * (k - 1) + 1
         size = max(1, reach - 2 * p) + m
         image.append(size)
@@ -141,32 +163,65 @@ def convolutions(draw: Any) -> Case:
     batch = draw(st.sampled_from([1, 2, 5]))
     options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     h, s = (batch, groups * c_in, *image), (batch, groups * c_out, *output)
-    return Case(Conv2d, (groups * c_out, c_in, *kernel), draw(st.booleans()), h, s, options)
+    kind = (Conv1d, Conv2d, Conv3d)[count - 1]
+    return Case(kind, (groups * c_out, c_in, *kernel), draw(st.booleans()), h, s, options)
+
+
+PIXEL_AXES = {
+    **{BatchNorm1d: (0, 1), BatchNorm2d: (2, 2), BatchNorm3d: (3, 3)},
+    **dict.fromkeys((GroupNorm, InstanceNorm, SyncBatchNorm), (0, 4)),
+}
 
 
 @st.composite
-def batch_norms(draw: Any) -> Case:
-    shape = (draw(st.integers(1, 5)), draw(st.integers(1, 7)), draw(st.integers(1, 13)), draw(st.integers(1, 13)))
-    return Case(BatchNorm2d, (shape[1],), draw(st.booleans()), shape, shape)
+def channel_norms(draw: Any) -> Case:
+    kind = draw(st.sampled_from(list(PIXEL_AXES)))
+    axes = draw(st.integers(*PIXEL_AXES[kind]))
+    most = (13, 13, 13, 5, 3)[axes]
+    pixels = (draw(st.integers(1, most)) for _ in range(axes))
+    shape = (draw(st.integers(1, 5)), draw(st.integers(1, 7)), *pixels)
+    return Case(kind, (shape[1],), draw(st.booleans()), shape, shape)
 
 
 @st.composite
 def layer_norms(draw: Any) -> Case:
+    kind = draw(st.sampled_from([LayerNorm, RMSNorm]))
     normalized = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
     lead = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=2)))
-    return Case(LayerNorm, normalized, draw(st.booleans()), (*lead, *normalized), (*lead, *normalized))
+    bias = kind is LayerNorm and draw(st.booleans())
+    return Case(kind, normalized, bias, (*lead, *normalized), (*lead, *normalized))
 
 
-cases = st.one_of(linears(), convolutions(), batch_norms(), layer_norms())
+cases = st.one_of(linears(), convolutions(), channel_norms(), layer_norms())
 seeds = st.integers(0, 2**16)
 
 # One of each kind for tests that want no search.
 EXAMPLES = [
     Case(Linear, (3, 5), True, (4, 2, 5), (4, 2, 3)),
+    Case(Conv1d, (4, 3, 3), True, (4, 3, 11), (4, 4, 6), {"stride": 2, "padding": 1}),
     Case(Conv2d, (4, 2, 3, 2), True, (4, 4, 7, 6), (4, 4, 4, 6), {"stride": (2, 1), "padding": 1, "groups": 2}),
+    Case(
+        Conv3d,
+        (4, 1, 2, 3, 2),
+        True,
+        (4, 2, 4, 5, 6),
+        (4, 4, 3, 3, 5),
+        {"stride": (1, 2, 1), "padding": (0, 1, 0), "groups": 2},
+    ),
+    Case(BatchNorm1d, (3,), True, (4, 3), (4, 3)),
     Case(BatchNorm2d, (3,), True, (4, 3, 5, 2), (4, 3, 5, 2)),
+    Case(BatchNorm3d, (3,), True, (4, 3, 2, 5, 2), (4, 3, 2, 5, 2)),
+    Case(SyncBatchNorm, (3,), True, (4, 3, 7), (4, 3, 7)),
+    Case(GroupNorm, (4,), True, (4, 4, 5), (4, 4, 5)),
+    Case(InstanceNorm, (3,), True, (4, 3, 5, 2), (4, 3, 5, 2)),
     Case(LayerNorm, (5,), True, (4, 3, 5), (4, 3, 5)),
+    Case(RMSNorm, (5,), False, (4, 3, 5), (4, 3, 5)),
 ]
+
+
+def arrays(layer: Layer) -> list[Any]:
+    """Weight, and bias if there is one."""
+    return [array for array in (layer.weight, layer.bias) if array is not None]
 
 
 def example_id(case: Case) -> str:
@@ -190,7 +245,7 @@ def run_raw(
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Raw moments of one sampled step by the public optimizer, from (h, s) pairs that lie on the device."""
     layer = case.layer(lambda shape: device.zeros(*shape))
-    params = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+    params = arrays(layer)
     opt = AdaFisher(params, layers=[layer], averaging=RAW, backend=device.backend)
     for h, s in pairs:
         opt.accumulate(layer, h, s)

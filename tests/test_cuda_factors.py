@@ -11,9 +11,10 @@ from helpers import CUDA, LAYOUTS, RAW, Case, Device, bounds, cases, close, conv
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cafin_cupy import AdaFisher, Conv2d, LayerNorm, Linear, cuda_factors, reference
+from cafin_cupy import AdaFisher, Conv1d, Conv2d, Conv3d, LayerNorm, Linear, cuda_factors, reference
 from cafin_cupy.arrays import view
 from cafin_cupy.cuda_factors import CudaFactors
+from cafin_cupy.layers.convolution import Conv
 from cafin_cupy.matrix import COLUMN_SUMS_BLOCK, ENOUGH_BLOCKS, LEAST_ROWS, Matrix, matrix, split
 
 
@@ -29,19 +30,18 @@ def sums(case: Case, array: np.ndarray, which: int, how: Matrix) -> np.ndarray:
     columns = case.layer().columns(case.h, case.s)[which]
     x = read(array, how)
     if columns.patches is not None:
-        channels, height, width = case.h[1:]
         pixels = np.sum(x**2, axis=0)
-        c, y, x = np.ogrid[:channels, :height, :width]
-        image = pixels[c * how.steps[0] + y * how.steps[1] + x * how.steps[2]]
+        axes = np.ogrid[tuple(slice(n) for n in ((case.h, case.s)[which][1], *columns.patches.image))]
+        image = pixels[sum(place * step for place, step in zip(axes, how.steps))]
         return reference._fold(np, image, columns.patches)
     return (x**columns.power).sum(axis=0).reshape(how.segments, how.run).sum(axis=1) * columns.scale
 
 
 def in_place(case: Case, layout: str, shape: tuple[int, ...]) -> bool:
     """Layouts that must be read as they lie: samples at any distance, channels_last images."""
-    if case.kind in (Linear, LayerNorm) and layout == "channels_last":
-        return len(shape) != 4
-    return layout in ("contiguous", "offset", "channels_last") or (layout == "sliced" and case.kind is Conv2d)
+    if issubclass(case.kind, (Linear, LayerNorm)) and layout == "channels_last":
+        return len(shape) not in (3, 4, 5)
+    return layout in ("contiguous", "offset", "channels_last") or (layout == "sliced" and issubclass(case.kind, Conv))
 
 
 IMAGE_NORM = Case(LayerNorm, (3, 4, 5), True, (2, 3, 4, 5), (2, 3, 4, 5))  # its results have the pixels' order
@@ -168,12 +168,17 @@ def test_sixteen_bit_arrays_are_read_as_they_are(case: Case, seed: int, layout: 
         close(got, moment, CUDA.tolerance, bound)
 
 
-LARGE = [  # several warps for a kernel row; more taps in a row than lanes; many slices; several of each
+LARGE = [  # several warps for a kernel row; more taps in a row than lanes; many slices; all of these; few rows; depth
     Case(Conv2d, (2, 2, 3, 3), True, (2, 2, 70, 75), (2, 2, 35, 38), {"padding": 1, "stride": 2}),
     Case(Conv2d, (1, 1, 2, 40), False, (3, 1, 5, 90), (3, 1, 4, 26), {"stride": (1, 2)}),
     Case(Conv2d, (1, 1, 3, 34), False, (300, 1, 40, 40), (300, 1, 38, 7), {}),
     Case(Conv2d, (3, 3, 16, 16), True, (2, 3, 48, 64), (2, 3, 3, 4), {"stride": 16}),
     Case(Linear, (4, 3), True, (5000, 3), (5000, 4)),
+    Case(Conv1d, (2, 2, 5), True, (2, 2, 1000), (2, 2, 998), {"padding": 1}),
+    Case(Conv1d, (2, 1, 40), True, (2, 2, 5000), (2, 2, 1654), {"stride": 3, "groups": 2}),
+    Case(Conv2d, (1, 1, 2, 3), True, (2, 1, 4, 700), (2, 1, 3, 700), {"padding": (0, 1)}),
+    Case(Conv3d, (2, 2, 3, 3, 3), True, (300, 2, 6, 7, 8), (300, 2, 3, 4, 4), {"padding": 1, "stride": 2}),
+    Case(Conv3d, (1, 1, 2, 3, 2), False, (2, 1, 5, 40, 70), (2, 1, 4, 38, 69)),
 ]
 
 

@@ -28,7 +28,19 @@ from helpers import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cafin_cupy import AdaFisher, Averaging, BatchNorm2d, Conv2d, LayerNorm, Linear, reference
+from cafin_cupy import (
+    AdaFisher,
+    Averaging,
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    Conv1d,
+    Conv2d,
+    Conv3d,
+    LayerNorm,
+    Linear,
+    reference,
+)
 from cafin_cupy.factors import ReferenceFactors
 
 
@@ -49,7 +61,11 @@ BIG = [
     Case(Linear, (1031, 1021), False, (1031, 1021), (1031, 1031)),  # primes
     Case(Conv2d, (7, 3, 3, 3), True, (5, 3, 293, 271), (5, 7, 147, 136), {"stride": 2, "padding": 1}),
     Case(Conv2d, (64, 1, 3, 3), True, (9, 64, 47, 41), (9, 64, 47, 41), {"padding": 1, "groups": 64}),
+    Case(Conv1d, (8, 3, 9), True, (31, 6, 8191), (31, 8, 4096), {"stride": 2, "padding": 4, "groups": 2}),
+    Case(Conv3d, (7, 3, 3, 3, 3), True, (5, 3, 17, 47, 41), (5, 7, 9, 24, 21), {"stride": 2, "padding": 1}),
+    Case(BatchNorm1d, (1031,), True, (1031, 1031), (1031, 1031)),
     Case(BatchNorm2d, (37,), True, (31, 37, 31, 31), (31, 37, 31, 31)),
+    Case(BatchNorm3d, (37,), True, (31, 37, 5, 13, 13), (31, 37, 5, 13, 13)),
     Case(LayerNorm, (1031,), True, (8, 129, 1031), (8, 129, 1031)),
 ]
 

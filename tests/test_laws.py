@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from importlib import import_module
 from typing import Any
 
@@ -14,6 +15,7 @@ from helpers import (
     EXAMPLES,
     Case,
     Device,
+    arrays,
     bounds,
     cases,
     close,
@@ -29,6 +31,7 @@ from sklearn.datasets import load_digits
 
 from cafin_cupy import AdaFisher, Averaging, Linear
 
+IN_ORDER = list(range(len(EXAMPLES)))
 RULES = [Averaging.parity(), Averaging.paper(), Averaging(0.5, 0.25, "before"), Averaging(0.9, 0.3, "after")]
 
 
@@ -54,7 +57,7 @@ def network(device: Device, order: list[int], rule: Averaging = RULES[0], **opti
         layer = case.layer(lambda shape: device.array(rng.normal(size=shape)))
         object.__setattr__(layer, "name", case.kind.__name__)
         layers[index] = layer
-        params[index] = [layer.weight, layer.bias]
+        params[index] = arrays(layer)
         grads[index] = [np.float32(rng.normal(size=p.shape)) for p in params[index]]
     opt = AdaFisher(
         [params[i] for i in order],
@@ -72,13 +75,13 @@ def network(device: Device, order: list[int], rule: Averaging = RULES[0], **opti
     return opt, [params[i] for i in range(len(EXAMPLES))], opt.factors()
 
 
-def arrays_of(opt: Any, params: Any, factors: Any) -> list[Any]:
+def state_of(opt: Any, params: Any, factors: Any) -> list[Any]:
     return [*opt.momenta, *(p for pair in params for p in pair), *(f for pair in factors.values() for f in pair)]
 
 
 def test_order_of_layers_is_irrelevant(device: Device) -> None:
-    _, params, factors = network(device, [0, 1, 2, 3])
-    _, others, other_factors = network(device, [2, 0, 3, 1])
+    _, params, factors = network(device, IN_ORDER)
+    _, others, other_factors = network(device, random.Random(0).sample(IN_ORDER, len(IN_ORDER)))
     for mine, theirs in zip(params, others):
         for a, b in zip(mine, theirs):
             same_bits(a, b)
@@ -89,8 +92,8 @@ def test_order_of_layers_is_irrelevant(device: Device) -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=["parity", "paper", "before", "after"])
 def test_two_runs_agree_bit_for_bit(device: Device, rule: Averaging) -> None:
-    first, second = (network(device, [0, 1, 2, 3], rule) for _ in range(2))
-    for a, b in zip(arrays_of(*first), arrays_of(*second)):
+    first, second = (network(device, IN_ORDER, rule) for _ in range(2))
+    for a, b in zip(state_of(*first), state_of(*second)):
         same_bits(a, b)
 
 
@@ -99,8 +102,8 @@ def test_two_runs_agree_bit_for_bit(device: Device, rule: Averaging) -> None:
 @pytest.mark.parametrize("decoupled", [False, True], ids=["l2", "decoupled"])
 def test_kernels_follow_the_reference_over_steps(rule: Averaging, decoupled: bool) -> None:
     options = {"weight_decay": 0.1, "decoupled": decoupled, "Lambda": 0.01}
-    _, params, factors = network(CUDA, [0, 1, 2, 3], rule, **options)
-    _, exact, exact_factors = network(CPU, [0, 1, 2, 3], rule, **options)
+    _, params, factors = network(CUDA, IN_ORDER, rule, **options)
+    _, exact, exact_factors = network(CPU, IN_ORDER, rule, **options)
     # Normalisation divides by max - min: 1e-7 of float32 grows by max / (max - min), below 100 for this data; in
     # "after" the smallest entry of F~ is Lambda, and an error of F~ there counts with 1 / Lambda = 100 in the step.
     tolerance = 1e-5 if rule.normalize == "before" else 1e-4
@@ -144,10 +147,10 @@ def test_a_loss_scale_divides_out_exactly(device: Device, case: Case) -> None:
     results = []
     for scale in (1.0, 2.0**11):
         layer = case.layer(lambda shape: device.zeros(*shape) + 1.0)
-        opt = AdaFisher([layer.weight, layer.bias], layers=[layer], backend=device.backend)
+        opt = AdaFisher(arrays(layer), layers=[layer], backend=device.backend)
         opt.accumulate(layer, device.array(h), device.array(s * scale))
-        opt.step([(device.zeros(*p.shape) + 3.0) * scale for p in (layer.weight, layer.bias)], grad_scale=scale)
-        results.append([layer.weight, layer.bias, *opt.momenta, *opt.factors()["0"]])
+        opt.step([(device.zeros(*p.shape) + 3.0) * scale for p in arrays(layer)], grad_scale=scale)
+        results.append([*arrays(layer), *opt.momenta, *opt.factors()["0"]])
     for a, b in zip(*results):
         same_bits(a, b)
     assert np.all(numpy_of(results[0][0]) < 1.0)

@@ -9,16 +9,35 @@ import pytest
 from helpers import cases, refuses
 from hypothesis import given
 
-from cafin_cupy import BatchNorm2d, CafinError, CafinTypeError, CafinValueError, Conv2d, LayerNorm, Linear
+from cafin_cupy import (
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    CafinError,
+    CafinTypeError,
+    CafinValueError,
+    Conv1d,
+    Conv2d,
+    Conv3d,
+    GroupNorm,
+    InstanceNorm,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    SyncBatchNorm,
+)
 from cafin_cupy.layers import Layer
 
+CHANNEL_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, InstanceNorm, SyncBatchNorm)
 SIZES = [
     # kind, weight, options, then H and S sizes without a bias, and with one
     (Linear, (3, 5), {}, (5, 3), (6, 3)),
     (Linear, (1, 1), {}, (1, 1), (2, 1)),
     (Conv2d, (4, 3, 2, 5), {}, (30, 4), (31, 4)),
     (Conv2d, (6, 1, 3, 3), {"groups": 3}, (9, 6), (10, 6)),
-    (BatchNorm2d, (7,), {}, (2, 7), (2, 7)),
+    (Conv1d, (4, 3, 5), {}, (15, 4), (16, 4)),
+    (Conv3d, (6, 2, 3, 2, 1), {"groups": 3}, (12, 6), (13, 6)),
+    *((kind, (7,), {}, (2, 7), (2, 7)) for kind in CHANNEL_NORMS),
     (LayerNorm, (7,), {}, (2, 7), (2, 7)),
     (LayerNorm, (2, 3, 4), {}, (2, 24), (2, 24)),
 ]
@@ -65,6 +84,8 @@ def test_unnamed_layers_are_called_by_their_type() -> None:
 def test_one_number_or_two(pair: Any) -> None:
     layer = Conv2d(np.zeros((1, 1, 3, 3)), stride=pair, padding=pair, dilation=pair)
     assert layer.stride == layer.padding == layer.dilation == (2, 2)
+    assert Conv1d(np.zeros((1, 1, 3)), stride=2, padding=(2,)).stride == (2,)
+    assert Conv3d(np.zeros((1, 1, 3, 3, 3)), stride=2).stride == (2, 2, 2)
 
 
 IMAGE = (4, 2, 3, 3)
@@ -82,7 +103,13 @@ REFUSED = [
     (Conv2d, IMAGE, {"dilation": True}, ["dilation", "whole number", "True"]),
     (Conv2d, IMAGE, {"groups": 3}, ["groups", "divides C_out = 4", "3"]),
     (Conv2d, IMAGE, {"groups": 0}, ["groups", "divides", "0"]),
-    (BatchNorm2d, (3, 1), {}, ["weight", "(C,)", "(3, 1)"]),
+    (Conv1d, (3, 2), {}, ["weight", "(C_out, C_in/groups, k)", "(3, 2)"]),
+    (Conv1d, (3, 2, 1), {"stride": (1, 2)}, ["stride", "one of them", "(1, 2)"]),
+    (Conv3d, (3, 2, 1, 1), {}, ["weight", "(C_out, C_in/groups, kd, kh, kw)", "(3, 2, 1, 1)"]),
+    (Conv3d, (3, 2, 1, 1, 1), {"padding": (1, 2)}, ["padding", "three of them", "(1, 2)"]),
+    *((kind, (3, 1), {}, ["weight", "(C,)", "(3, 1)"]) for kind in CHANNEL_NORMS),
+    (RMSNorm, (), {}, ["weight", "at least one dimension", "()"]),
+    (RMSNorm, (3,), {"bias": np.zeros(3)}, ["bias", "be None", "(3,)", "LayerNorm"]),
     (LayerNorm, (), {}, ["weight", "at least one dimension", "()"]),
     (LayerNorm, (2, 3), {"bias": np.zeros(3)}, ["bias", "6 elements", "(3,)"]),
 ]
@@ -110,6 +137,12 @@ MISFITS = [
     (Conv2d(np.zeros((4, 2, 3, 3))), (2, 2, 5, 5), (1, 4, 3, 3)),
     (Conv2d(np.zeros((4, 2, 3, 3))), (2, 2, 5, 5), (2, 3, 3, 3)),
     (Conv2d(np.zeros((4, 2, 3, 3))), (2, 5, 5), (4, 3, 3)),
+    (Conv1d(np.zeros((4, 2, 3))), (2, 2, 5, 5), (2, 4, 3, 3)),
+    (Conv3d(np.zeros((4, 2, 3, 3, 3))), (2, 2, 5, 5), (2, 4, 3, 3)),
+    (BatchNorm1d(np.zeros(3)), (2, 3, 4, 4), (2, 3, 4, 4)),
+    (BatchNorm3d(np.zeros(3)), (2, 3, 4, 4), (2, 3, 4, 4)),
+    (GroupNorm(np.zeros(3)), (3,), (3,)),
+    (InstanceNorm(np.zeros(3)), (2, 4, 5), (2, 4, 5)),
     (BatchNorm2d(np.zeros(3)), (2, 3, 4), (2, 3, 4)),
     (BatchNorm2d(np.zeros(3)), (2, 4, 5, 5), (2, 4, 5, 5)),
     (BatchNorm2d(np.zeros(3)), (2, 3, 5, 5), (2, 3, 5, 4)),

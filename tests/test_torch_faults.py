@@ -155,38 +155,6 @@ def test_functional_transforms_leave_no_trace(transform: str, device: str) -> No
     assert_same(optimizer, run(AdaFisher(mlp(device), TCov=1), [x]))
 
 
-# Inputs that the script overwrites between forward and backward, as autograd allows
-
-
-def overwritten(layer: nn.Module, shape: tuple[int, ...], device: str, autocast: bool = False) -> None:
-    model = layer.to(device)
-    seen = record(model)
-    optimizer = AdaFisher(model, TCov=1, averaging=RAW)
-    x = torch.randn(shape, device=device)
-    with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
-        loss = weighted(model(x))
-    x.zero_()
-    loss.backward()
-    optimizer.step()
-    assert_moments(optimizer, seen)
-
-
-def test_overwritten_input_of_a_frozen_weight(device: str) -> None:
-    layer = nn.Linear(5, 3)
-    layer.weight.requires_grad_(False)
-    overwritten(layer, (4, 5), device)
-
-
-def test_overwritten_input_under_autocast(device: str) -> None:
-    """Autograd keeps a bfloat16 copy of it."""
-    overwritten(nn.Linear(5, 3), (4, 5), device, autocast=True)
-
-
-def test_overwritten_input_of_a_convolution_that_pads_itself(device: str) -> None:
-    """Autograd keeps the padded copy."""
-    overwritten(nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 2, 5, 6), device)
-
-
 # Compiled models
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from helpers import RAW  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from torch_cases import LAYERS  # noqa: E402
 from torch_helpers import (  # noqa: E402
     TOLERANCE,
     Seen,
@@ -30,39 +32,6 @@ from torch_helpers import (  # noqa: E402
 from cafin_cupy import Averaging, CafinError  # noqa: E402
 from cafin_cupy.adapters.torch import AdaFisher  # noqa: E402
 
-LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "linear": (lambda: nn.Linear(5, 3), (4, 5)),
-    "linear, no bias": (lambda: nn.Linear(5, 3, bias=False), (4, 5)),
-    "linear, sequence": (lambda: nn.Linear(5, 3), (2, 7, 5)),
-    "linear, one row": (lambda: nn.Linear(5, 3), (5,)),
-    "linear, long batch": (lambda: nn.Linear(7, 3), (4099, 7)),
-    "conv": (lambda: nn.Conv2d(3, 4, 3), (2, 3, 8, 7)),
-    "conv, no bias, stride, padding": (lambda: nn.Conv2d(3, 4, (3, 2), (2, 3), (2, 1), bias=False), (2, 3, 9, 11)),
-    "conv, groups": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1), (2, 4, 5, 6)),
-    "conv, depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4), (3, 4, 5, 6)),
-    "conv, dilation": (lambda: nn.Conv2d(2, 3, 3, dilation=(2, 3), padding=2), (2, 2, 9, 8)),
-    "conv, 1x1 stride 2": (lambda: nn.Conv2d(3, 4, 1, stride=2), (2, 3, 7, 7)),
-    "conv, rows never met": (lambda: nn.Conv2d(2, 3, 2, stride=3), (2, 2, 7, 7)),
-    "conv, same": (lambda: nn.Conv2d(2, 3, 3, padding="same"), (2, 2, 6, 5)),
-    "conv, same, even kernel": (lambda: nn.Conv2d(2, 3, (4, 2), padding="same"), (2, 2, 6, 5)),
-    "conv, same, dilation": (lambda: nn.Conv2d(2, 3, (2, 3), padding="same", dilation=(3, 2)), (2, 2, 9, 8)),
-    "conv, valid": (lambda: nn.Conv2d(2, 3, 3, padding="valid"), (2, 2, 6, 5)),
-    "conv, reflect": (lambda: nn.Conv2d(2, 3, 3, padding=(1, 2), padding_mode="reflect"), (2, 2, 6, 5)),
-    "conv, replicate": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="replicate"), (2, 2, 6, 5)),
-    "conv, circular, same": (lambda: nn.Conv2d(2, 3, 4, padding="same", padding_mode="circular"), (2, 2, 6, 5)),
-    "conv, unbatched": (lambda: nn.Conv2d(3, 4, 3, padding=1), (3, 6, 5)),
-    "conv, unbatched, circular": (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), (3, 6, 5)),
-    "batch norm": (lambda: nn.BatchNorm2d(4), (3, 4, 5, 2)),
-    "layer norm": (lambda: nn.LayerNorm(6), (5, 6)),
-    "layer norm, sequence": (lambda: nn.LayerNorm(6), (2, 5, 6)),
-    "layer norm, image": (lambda: nn.LayerNorm(6), (2, 3, 4, 6)),
-    "layer norm, shape of two": (lambda: nn.LayerNorm((4, 6)), (2, 4, 6)),
-    "layer norm, shape of three": (lambda: nn.LayerNorm((3, 4, 6)), (2, 3, 4, 6)),
-    "layer norm, no bias": (lambda: nn.LayerNorm(6, bias=False), (2, 5, 6)),
-    "layer norm, unbatched": (lambda: nn.LayerNorm(6), (6,)),
-    "layer norm, unbatched, shape of two": (lambda: nn.LayerNorm((4, 6)), (4, 6)),
-}
-
 
 def start(model: nn.Module, device: str, **options: Any) -> tuple[nn.Module, AdaFisher, Seen]:
     model = model.to(device)
@@ -81,7 +50,8 @@ def test_raw_moments(name: str, loss: Callable[[Tensor], Tensor], device: str) -
         for p in model.parameters():  # norm layers start with constants
             p.add_(torch.randn_like(p))
     x = torch.randn(shape, device=device)
-    loss(model(input=x)).backward()
+    (name, *_) = inspect.signature(model.forward).parameters
+    loss(model(**{name: x})).backward()
     optimizer.step()
     assert_moments(optimizer, seen)
 

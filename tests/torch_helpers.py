@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def record(model: nn.Module) -> Seen:
 
     def tap(name: str) -> Callable[..., None]:
         def forward(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-            h = (args[0] if args else kwargs["input"]).detach().cpu().double().clone()
+            h = (args[0] if args else next(iter(kwargs.values()))).detach().cpu().double().clone()
             if output.requires_grad:
                 add = seen.setdefault(name, []).append
                 output.register_hook(lambda s: add((module, h, s.detach().cpu().double().clone())))
@@ -54,40 +55,62 @@ def record(model: nn.Module) -> Seen:
         return forward
 
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, nn.Conv2d, nn.BatchNorm2d, nn.LayerNorm)):
+        if isinstance(module, (nn.Linear, *CONVS, *CHANNEL_NORMS, nn.LayerNorm, nn.RMSNorm)):
             module.register_forward_hook(tap(name), with_kwargs=True)
     return seen
 
 
-def conv_sums(module: nn.Conv2d, h: Tensor, s: Tensor) -> tuple[Tensor, Tensor, int]:
-    h, s = (x if x.dim() == 4 else x.unsqueeze(0) for x in (h, s))
+CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+CHANNEL_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+
+
+def patches_of(padded: Tensor, kernel: Any, stride: Any, dilation: Any) -> Tensor:
+    """(B, C, positions, taps) of an image (B, C, ...) of any number of axes."""
+    axes = range(len(kernel))
+    counts = [(n - d * (k - 1) - 1) // t + 1 for n, k, t, d in zip(padded.shape[2:], kernel, stride, dilation)]
+    found = []
+    for tap in product(*map(range, kernel)):
+        first = [tap[a] * dilation[a] for a in axes]
+        seen = [slice(first[a], first[a] + (counts[a] - 1) * stride[a] + 1, stride[a]) for a in axes]
+        found.append(padded[(..., *seen)].flatten(2))
+    return torch.stack(found, dim=-1)
+
+
+def conv_sums(module: Any, h: Tensor, s: Tensor) -> tuple[Tensor, Tensor, int]:
+    h, s = (x if x.dim() == 2 + len(module.kernel_size) else x.unsqueeze(0) for x in (h, s))
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     padded = nn.functional.pad(h, module._reversed_padding_repeated_twice, mode=mode)
-    patches = nn.functional.unfold(padded, module.kernel_size, dilation=module.dilation, stride=module.stride)
-    patches = patches.reshape(len(h), module.groups, -1, patches.shape[-1])
-    return (patches**2).sum((0, 1, 3)), (s**2).sum((0, 2, 3)), s.numel() // s.shape[1]
+    patches = patches_of(padded, module.kernel_size, module.stride, module.dilation)
+    patches = patches.unflatten(1, (module.groups, -1))  # (B, groups, c, positions, taps)
+    return (patches**2).sum((0, 1, 3)).flatten(), (s.flatten(2) ** 2).sum((0, 2)), s.numel() // s.shape[1]
 
 
 def raw_moments(calls: list[tuple[Any, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Raw moments (H, S) of all calls of a layer in one step, as the README's table has them."""
+    """Raw moments (H, S) of all calls of a layer in one step, as the descriptors derive them."""
     module = calls[0][0]
     if isinstance(module, nn.Linear):
         h, s = (torch.cat([c[k].reshape(-1, c[k].shape[-1]) for c in calls]) for k in (1, 2))
         H, S, entry = (h**2).mean(0), (s**2).mean(0), 1.0
-    elif isinstance(module, nn.Conv2d):
+    elif isinstance(module, CONVS):
         sums = [conv_sums(*call) for call in calls]
         n, K = sum(n for *_, n in sums), module.weight[0].numel()
         H, S, entry = sum(a for a, *_ in sums) / (n * K), sum(b for _, b, _ in sums) / n, module.groups / K
     else:
-        images = isinstance(module, nn.BatchNorm2d)
-        inner = 3 if images else len(module.normalized_shape)
+        channels = isinstance(module, CHANNEL_NORMS)
+        inner = len(getattr(module, "normalized_shape", ()))
+        if isinstance(module, (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)):
+            inner = int(type(module).__name__[-2]) + 1
         pairs = [tuple(x if x.dim() > inner else x.unsqueeze(0) for x in call[1:]) for call in calls]
         batch, units = sum(len(h) for h, _ in pairs), max(h.shape[1] for h, _ in pairs)
         u = torch.zeros(units, dtype=torch.float64)
         for h, _ in pairs:
             Q = math.prod(h.shape[2:])
             u[: h.shape[1]] += h.reshape(len(h), h.shape[1], -1).sum((0, 2)) / Q**2
-        total = sum(s.sum((0, 2, 3)) if images else s.reshape(-1, module.weight.numel()).sum(0) for _, s in pairs)
+        rows = None if channels else (-1, *module.weight.shape, 1)
+        total = sum(s.reshape(rows or (*s.shape[:2], -1)).sum((0, -1)).flatten() for _, s in pairs)
         H, S, entry = (u**2).sum().reshape(1) / batch**2, total**2 / batch, units / batch**2
         return torch.cat([H, torch.tensor([entry])]), S  # two entries, with or without a bias
     return (H if module.bias is None else torch.cat([H, torch.tensor([entry])])), S

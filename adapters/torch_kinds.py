@@ -1,0 +1,155 @@
+"""Which PyTorch modules have factors, and how each type is a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cafin_cupy import layers
+from cafin_cupy.errors import refuse
+from cafin_cupy.layers import Layer
+
+
+def _as_they_are(module: Any, h: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    return h, s
+
+
+def _never(module: Any, h: Tensor) -> bool:
+    return False
+
+
+class Kind(NamedTuple):
+    """How a type of module is a layer.
+
+    Attributes:
+        describe: (module, name) -> its descriptor, or None if this one has no factors.
+        arrange: (module, h, s) -> input and output gradient as the descriptor has them: padded, with a batch axis. It
+            runs in backward.
+        keeps: (module, h) -> True if backward needs `h` itself when the weight trains, so that torch notices when a
+            script overwrites it. Where autograd keeps nothing, or a cast, padded or contiguous copy, the script may,
+            and a copy of ours must be kept.
+    """
+
+    describe: Callable[[Any, str], Layer | None]
+    arrange: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]] = _as_they_are
+    keeps: Callable[[Any, Tensor], bool] = _never
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """The kind of the module's type, or of the nearest base class that has one."""
+    return next((_KINDS[base] for base in type(module).__mro__ if base in _KINDS), None)
+
+
+def _parameters(module: Any, name: str) -> tuple[Any, Any]:
+    """(weight, bias) of a module, None where it has none or one that is not a parameter of its own."""
+    if nn.utils.parametrize.is_parametrized(module, "weight"):
+        return None, None  # computed anew at each access, which may even change the module's state
+    weight, bias = module.weight, getattr(module, "bias", None)
+    if isinstance(weight, nn.parameter.UninitializedParameter):
+        refuse("AdaFisher", "model", "have initialised parameters", f"a lazy `{name}`", "run one forward pass first")
+    if not isinstance(weight, nn.Parameter):  # affine=False, or computed by a hook
+        return None, None
+    return weight, bias if isinstance(bias, nn.Parameter) else None
+
+
+def _descriptor(kind: type[Layer], options: Callable[[Any], dict[str, Any]] | None = None) -> Any:
+    """`describe` of modules whose parameters are `weight` and `bias`."""
+
+    def describe(module: Any, name: str) -> Layer | None:
+        weight, bias = _parameters(module, name)
+        return None if weight is None else kind(weight, bias, name=name, **(options(module) if options else {}))
+
+    return describe
+
+
+def _geometry(module: Any) -> dict[str, Any]:
+    """Of a convolution."""
+    padding = module.padding
+    if module.padding_mode != "zeros" or padding == "valid":
+        padding = 0  # other modes pad the input before the layer reads it, see `_padded`
+    elif padding == "same":
+        padding = tuple(d * (k - 1) // 2 for d, k in zip(module.dilation, module.kernel_size))
+    return {"stride": module.stride, "padding": padding, "dilation": module.dilation, "groups": module.groups}
+
+
+def _padded(module: Any, h: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    if module.padding_mode != "zeros":
+        h = nn.functional.pad(h, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+    return _batched(1 + len(module.kernel_size), h, s)
+
+
+def _batched(alone: int, h: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """With a batch axis: a single sample has `alone` axes."""
+    return (h.unsqueeze(0), s.unsqueeze(0)) if h.dim() == alone else (h, s)
+
+
+# What autograd keeps.
+
+
+def _cast(h: Tensor, wide: bool) -> bool:
+    """True if autocast hands a layer something else than `h`: float32 if `wide`, else its 16-bit type."""
+    if not torch.is_autocast_enabled(h.device.type):
+        return False
+    return h.dtype != (torch.float32 if wide else torch.get_autocast_dtype(h.device.type))
+
+
+def _keeps_rows(module: Any, h: Tensor) -> bool:
+    return (h.dim() <= 2 or h.is_contiguous()) and not _cast(h, wide=False)  # else it multiplies a contiguous copy
+
+
+def _keeps_image(module: Any, h: Tensor) -> bool:
+    padded = module.padding_mode != "zeros"
+    if module.padding == "same":  # by one more behind than before where this is odd, which torch does beforehand
+        padded |= any(d * (k - 1) % 2 for d, k in zip(module.dilation, module.kernel_size))
+    return not padded and not _cast(h, wide=False)
+
+
+def _keeps_dense(module: Any, h: Tensor) -> bool:
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(h.dim(), torch.contiguous_format)
+    return h.is_contiguous() or h.is_contiguous(memory_format=last)  # else cuDNN takes a copy
+
+
+def _keeps_wide(module: Any, h: Tensor) -> bool:
+    return not _cast(h, wide=True)
+
+
+def _keeps_to_differentiate(module: Any, h: Tensor) -> bool:
+    """The normalised input is all that the weight needs; the gradient of `h` needs `h`, or a wider copy of it."""
+    return h.requires_grad and h.element_size() >= 4 and not _cast(h, wide=True)
+
+
+def _keeps_contiguous(module: Any, h: Tensor) -> bool:
+    return h.is_contiguous() and not _cast(h, wide=True)
+
+
+def _convolution(kind: type[Layer]) -> Kind:
+    return Kind(_descriptor(kind, _geometry), _padded, _keeps_image)
+
+
+def _of_shape(module: Any, h: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    return _batched(len(module.normalized_shape), h, s)
+
+
+def _instance_norm(alone: int) -> Kind:
+    return Kind(_descriptor(layers.InstanceNorm), lambda _, h, s: _batched(alone, h, s), _keeps_contiguous)
+
+
+_KINDS: dict[type[nn.Module], Kind] = {
+    nn.Linear: Kind(_descriptor(layers.Linear), keeps=_keeps_rows),
+    nn.Conv1d: _convolution(layers.Conv1d),
+    nn.Conv2d: _convolution(layers.Conv2d),
+    nn.Conv3d: _convolution(layers.Conv3d),
+    nn.BatchNorm1d: Kind(_descriptor(layers.BatchNorm1d), keeps=_keeps_dense),
+    nn.BatchNorm2d: Kind(_descriptor(layers.BatchNorm2d), keeps=_keeps_dense),
+    nn.BatchNorm3d: Kind(_descriptor(layers.BatchNorm3d), keeps=_keeps_dense),
+    nn.SyncBatchNorm: Kind(_descriptor(layers.SyncBatchNorm), keeps=_keeps_dense),
+    nn.GroupNorm: Kind(_descriptor(layers.GroupNorm), keeps=_keeps_contiguous),
+    nn.InstanceNorm1d: _instance_norm(2),
+    nn.InstanceNorm2d: _instance_norm(3),
+    nn.InstanceNorm3d: _instance_norm(4),
+    nn.LayerNorm: Kind(_descriptor(layers.LayerNorm), _of_shape, _keeps_wide),
+    nn.RMSNorm: Kind(_descriptor(layers.RMSNorm), _of_shape, _keeps_to_differentiate),
+}

@@ -1,0 +1,137 @@
+"""What every layer descriptor says, and nothing else is known of a layer type by the backends:
+
+- the sizes of its factors `H` and `S`, and which part of them serves the weight, which the bias;
+- how each raw sum is a *column sum* of `|x|**p` over the batch (`Columns`), for the kernels;
+- how the sums become raw moments (`mean`, `bias_entry`), shared by kernels and reference.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import CafinTypeError, refuse
+
+Shape = tuple[int, ...]
+Three = tuple[int, int, int]  # depth, height, width
+
+
+@dataclass(frozen=True)
+class Patches:
+    """Which pixels meet which tap of a convolution's kernel: output (z, y, x) and tap (k, i, j) read pixel
+    `(z * stride[0] + k * dilation[0] - padding[0], y * stride[1] + ..., x * ...)`, if it lies inside the image. An
+    image of one or two axes has a depth, or depth and height, of 1."""
+
+    channels: int  # of a group
+    groups: int
+    image: Three
+    output: Three
+    kernel: Three
+    stride: Three
+    padding: Three
+    dilation: Three
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A contiguous array seen as (rows, segments * run): the sum over rows, and over each run of columns.
+
+    Attributes:
+        lead: number of leading axes that are rows.
+        rows: their product.
+        segments: number of results.
+        run: neighbouring columns that share one result.
+        power: 2 sums squares, 1 sums the values.
+        scale: multiplies every result.
+        patches: if given, the results are per pixel and are still to be folded into kernel taps.
+    """
+
+    lead: int
+    rows: int
+    segments: int
+    run: int
+    power: int
+    scale: float = 1.0
+    patches: Patches | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A weight, perhaps a bias, and the layer's name. Two descriptors are equal only if they are the same object."""
+
+    weight: Any
+    bias: Any = None
+    name: str | None = field(default=None, kw_only=True)
+
+    # What the subclasses fill in. `norm` layers square after summing; the others sum squares.
+    norm = False
+
+    def __post_init__(self) -> None:
+        for name, array in (("weight", self.weight), ("bias", self.bias)):
+            if not hasattr(array, "shape") and not (name == "bias" and array is None):
+                refuse(type(self).__name__, name, "be an array", type(array).__name__, kind=CafinTypeError)
+        self._check(tuple(self.weight.shape))
+        if self.bias is not None and math.prod(self.bias.shape) != self.S_size:
+            refuse(type(self).__name__, "bias", f"have {self.S_size} elements", f"shape {tuple(self.bias.shape)}")
+
+    def _check(self, shape: Shape) -> None:
+        raise NotImplementedError
+
+    def _ndim(self, shape: Shape, ndim: int, meaning: str) -> None:
+        if len(shape) != ndim:
+            refuse(type(self).__name__, "weight", f"have shape {meaning}", shape)
+
+    @property
+    def label(self) -> str:
+        """The name, or the type where there is none: for messages."""
+        return self.name or type(self).__name__
+
+    @property
+    def shape(self) -> Shape:
+        """The weight's shape."""
+        return tuple(int(n) for n in self.weight.shape)
+
+    @property
+    def H_size(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def S_size(self) -> int:
+        return self.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Entries of `H` that serve the weight; the one behind them serves the bias."""
+        return 1 if self.norm else math.prod(self.shape[1:])
+
+    def of_weight(self, H: Any, S: Any) -> tuple[Any, Any]:
+        """(columns, rows): the views of the factors that serve the weight, seen as a matrix in row-major order."""
+        return H[: self.width], S
+
+    def of_bias(self, H: Any, S: Any) -> tuple[Any, Any]:
+        """(columns, rows) of the bias, a matrix of one column."""
+        return H[self.width : self.width + 1], S
+
+    def columns(self, h: Shape, s: Shape) -> tuple[Columns, Columns]:
+        """How the kernels read an input of shape `h` and an output gradient of shape `s`."""
+        raise NotImplementedError
+
+    def count(self, h: Shape, s: Shape) -> int:
+        """What the sums of one call are later divided by: rows, samples or batch times positions."""
+        raise NotImplementedError
+
+    def check(self, h: Shape, s: Shape, where: str = "accumulate") -> None:
+        """Refuse shapes that cannot be this layer's input and output gradient."""
+        raise NotImplementedError
+
+    def mean(self, count: int) -> tuple[float, float]:
+        """What (H, S) sums are multiplied by to become raw moments."""
+        return 1.0 / count, 1.0 / count
+
+    def bias_entry(self, count: int, units: int) -> float | None:
+        """The entry of the raw `H` behind the weight's; None if there is none. `units` is the length of the H sums."""
+        return None if self.bias is None else 1.0
+
+    def _refuse_shapes(self, where: str, rule: str, h: Shape, s: Shape) -> None:
+        refuse(where, f"h, s of {self.label}", rule, f"{h} and {s}", "pass the layer's input and output gradient")
