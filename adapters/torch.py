@@ -46,9 +46,9 @@ _SERVED = object()  # marks a `step` that serves hooks and profiler itself
 class AdaFisher(torch.optim.Optimizer):
     """AdaFisher for a model: `g <- g + wd p;  m <- beta m + (1 - beta) g;  p <- p - lr / (1 - beta^t) m / F`.
 
-    Layers with factors: Linear, Conv1d to Conv3d, the norm layers (batch, group, instance, layer, RMS) and their
-    subclasses. Other parameters are updated with F = 1, and one warning names them. Per-parameter state is `step` (int)
-    and `exp_avg` (like the parameter).
+    Layers with factors: Linear, Embedding, Conv1d to Conv3d, the norm layers (batch, group, instance, layer, RMS), the
+    Conv1D of transformers, and their subclasses. Other parameters are updated with F = 1, and one warning names them.
+    Per-parameter state is `step` (int) and `exp_avg` (like the parameter).
 
     Args:
         model: the module to train, not its parameters. On the CUDA backend its parameters are float32. It may be spread
@@ -218,7 +218,7 @@ class AdaFisher(torch.optim.Optimizer):
         if capturing:
             factors.hold()
         if factors.kernels:
-            h = h if h.dtype in _READ_BY_KERNELS else h.float()
+            h = h if h.dtype in _READ_BY_KERNELS or not h.is_floating_point() else h.float()
             s = s if s.dtype in _READ_BY_KERNELS else s.float()
         if self._defers():
             factors.defer(index, h, s, layer)

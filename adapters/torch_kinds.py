@@ -40,7 +40,18 @@ class Kind(NamedTuple):
 
 def kind_of(module: nn.Module) -> Kind | None:
     """The kind of the module's type, or of the nearest base class that has one."""
-    return next((_KINDS[base] for base in type(module).__mro__ if base in _KINDS), None)
+    for base in type(module).__mro__:
+        kind = _KINDS.get(base) or _FOREIGN.get((base.__module__.partition(".")[0], base.__name__))
+        if kind is not None:
+            return kind
+    return None
+
+
+def describe(module: nn.Module, name: str) -> list[Layer]:
+    """The descriptors of a module: one, or none if it has no factors."""
+    kind = kind_of(module)
+    layer = kind.describe(module, name) if kind is not None else None
+    return [layer] if layer is not None else []
 
 
 def _parameters(module: Any, name: str) -> tuple[Any, Any]:
@@ -75,6 +86,14 @@ def _geometry(module: Any) -> dict[str, Any]:
     return {"stride": module.stride, "padding": padding, "dilation": module.dilation, "groups": module.groups}
 
 
+def _table(module: Any, name: str) -> Layer | None:
+    """Of an embedding. `max_norm` changes the weight ahead of the forward, not its gradient."""
+    weight, _ = _parameters(module, name)
+    if weight is None or module.scale_grad_by_freq:  # rows of such a gradient are no sums over positions
+        return None
+    return layers.Embedding(weight, padding_idx=module.padding_idx, name=name)
+
+
 def _padded(module: Any, h: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     if module.padding_mode != "zeros":
         h = nn.functional.pad(h, module._reversed_padding_repeated_twice, mode=module.padding_mode)
@@ -87,6 +106,10 @@ def _batched(alone: int, h: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # What autograd keeps.
+
+
+def _keeps_indices(module: Any, h: Tensor) -> bool:
+    return module.max_norm is None or h.is_contiguous()
 
 
 def _cast(h: Tensor, wide: bool) -> bool:
@@ -139,6 +162,7 @@ def _instance_norm(alone: int) -> Kind:
 
 _KINDS: dict[type[nn.Module], Kind] = {
     nn.Linear: Kind(_descriptor(layers.Linear), keeps=_keeps_rows),
+    nn.Embedding: Kind(_table, keeps=_keeps_indices),
     nn.Conv1d: _convolution(layers.Conv1d),
     nn.Conv2d: _convolution(layers.Conv2d),
     nn.Conv3d: _convolution(layers.Conv3d),
@@ -152,4 +176,9 @@ _KINDS: dict[type[nn.Module], Kind] = {
     nn.InstanceNorm3d: _instance_norm(4),
     nn.LayerNorm: Kind(_descriptor(layers.LayerNorm), _of_shape, _keeps_wide),
     nn.RMSNorm: Kind(_descriptor(layers.RMSNorm), _of_shape, _keeps_to_differentiate),
+}
+
+# Of libraries that need not be there: by the package and name of the class.
+_FOREIGN: dict[tuple[str, str], Kind] = {
+    ("transformers", "Conv1D"): Kind(_descriptor(layers.TransposedLinear), keeps=_keeps_rows),
 }

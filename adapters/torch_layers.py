@@ -10,19 +10,21 @@ from torch import Tensor, nn
 
 from cafin_cupy.layers import Layer
 
-from .torch_kinds import Kind, kind_of
+from .torch_kinds import Kind, describe
 
 
 def find_layers(model: nn.Module) -> tuple[list[Layer], list[tuple[str, nn.Module, int, Layer]]]:
     """Descriptors in module order, and (name, module, place of its factors, descriptor) of each layer. Modules that
-    hold the same weight and bias share the factors of the first."""
+    hold the same weight and bias share the factors of the first. An embedding whose weight another layer multiplies by,
+    as a language model's head does, has none: every row of their gradient is the other's, also where none was looked
+    up."""
+    described = [(name, module, layer) for name, module in model.named_modules() for layer in describe(module, name)]
+    multiplied = {id(layer.weight) for _, _, layer in described if not layer.counted}
     layers: list[Layer] = []
     modules: list[tuple[str, nn.Module, int, Layer]] = []
     shared: dict[Any, int] = {}
-    for name, module in model.named_modules():
-        kind = kind_of(module)
-        layer = kind.describe(module, name) if kind is not None else None
-        if layer is None:
+    for name, module, layer in described:
+        if layer.counted and id(layer.weight) in multiplied:
             continue
         key = (type(layer), id(layer.weight), id(layer.bias), getattr(layer, "groups", 1))
         if key not in shared:

@@ -19,6 +19,7 @@ from . import table
 from .arrays import (
     View,
     allocate,
+    beside,
     copy_like,
     current_stream,
     item_size,
@@ -188,13 +189,16 @@ class CudaFactors(Factors):
         sums = self._sums[index]
         if sums.spoiled:
             return
+        if layer.counted:
+            h, s = self._counted(layer, h, s)
         stream = current_stream(h, self.device)
         if sums.waits or (self._waiting and stream != self._waiting_on):
             self.flush()
         known = sums.unchanged is not None and layer is sums.layer and sums.unchanged((h, s))
         if not (known and sums.point(h.data_ptr(), s.data_ptr())):  # known are torch's tensors only
             first, second = self._checked(layer, "h", h), self._checked(layer, "s", s)
-            layer.check(first.shape, second.shape)
+            if not layer.counted:
+                layer.check(first.shape, second.shape)
             if first.size == 0 or second.size == 0:
                 return
             read = self._plan(layer, sums, first, second, stream)
@@ -248,6 +252,13 @@ class CudaFactors(Factors):
             stacklevel=3,
         )
         return [each for each in waiting if not any(each[0] is sums for sums in spoiled)]
+
+    def _counted(self, layer: Layer, h: Any, s: Any) -> tuple[Any, Any]:
+        """Arrays of numbers, which the kernels can read, for indices."""
+        s = self._checked(layer, "s", s).owner
+        h = beside(h, s, "accumulate", f"h of {layer.label}")
+        layer.check(tuple(h.shape), tuple(s.shape))
+        return layer.read(h, s)
 
     def _checked(self, layer: Layer, name: str, array: Any) -> View:
         v = view(array, "accumulate", name)
@@ -370,7 +381,7 @@ class CudaFactors(Factors):
             (h.ptr, H, H_effective, h.units // groups, layer.H_size, groups, H_mean, entry or 0.0),
             (s.ptr, S, S_effective, s.units, layer.S_size, 1, S_mean / grad_scale / grad_scale, 0.0),
             layer.norm,
-            0,
+            layer.counted,
         )
 
     def discard(self) -> None:

@@ -34,7 +34,8 @@ class RawSums(NamedTuple):
     """What one sampled step has seen of a layer; additive over micro-batches, repeated calls and ranks.
 
     Attributes:
-        H: sums of the input: squares for Linear (d_in,) and convolutions (K,), plain sums for norm layers (units,).
+        H: sums of the input: squares for Linear (d_in,) and convolutions (K,), plain sums for norm layers (units,),
+            counts for Embedding (V,).
         S: sums of the output gradient: squares, or plain sums for norm layers; (S_size,).
         n: rows, samples, or batch times output positions: what the sums will be divided by.
     """
@@ -56,6 +57,7 @@ def raw_sums(layer: Layer, h: Any, s: Any) -> RawSums:
         CafinError: the shapes are not this layer's.
     """
     layer.check(tuple(h.shape), tuple(s.shape), "raw_sums")
+    h, s = layer.read(h, s)
     for name, x in (("h", h), ("s", s)):
         if not array_namespace(x).isdtype(x.dtype, "real floating"):
             refuse(
@@ -86,6 +88,10 @@ def raw_moments(layer: Layer, sums: RawSums, grad_scale: float = 1.0) -> tuple[A
     xp = array_namespace(sums.H)
     H_mean, S_mean = layer.mean(sums.n)
     H, S = sums.H, sums.S
+    if layer.counted:  # nothing but padding: NaN, which leaves the factors as they are
+        total = xp.sum(H)
+        total = xp.where(total > 0, total, xp.full_like(total, math.nan))
+        H, S = H / total, S / total
     if layer.norm:
         H, S = xp.reshape(xp.sum(H * H), (1,)), S * S
     H, S = H * H_mean, S * (S_mean / grad_scale / grad_scale)

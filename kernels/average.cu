@@ -1,6 +1,7 @@
 // Average: raw moments, min-max normalisation and moving average of all factors, one block per layer, one launch.
 //
-//     raw   = sums * mean                 (norm layers: H = sum of squared sums, S = squared sums)
+//     raw   = sums * mean                 (norm layers: H = sum of squared sums, S = squared sums; counted ones: divided by
+//                                         the total of the H sums)
 //     x     = normalize(raw)  or  raw     (normalize: +inf -> 1, -inf -> 0, (x - min) / (max - min + 1e-6))
 //     F     = keep * F + add * x
 //     F_eff = F               or  normalize(F)
@@ -24,8 +25,8 @@ struct Vector {
 
 struct AverageJob {
     Vector H, S;
-    int norm;    // 1: the sums are plain sums, squared here
-    int unused;
+    int norm;     // 1: the sums are plain sums, squared here
+    int counted;  // 1: the H sums are counts, and their total divides both; 0 of 0 is NaN
 };
 
 struct Average {
@@ -61,11 +62,11 @@ __device__ inline F scaled(F x, const Range<F>& r) {
     return (x - r.low) / (r.high - r.low + F(1e-6));
 }
 
-// Sum of u * u over the block, the same in all threads.
-__device__ inline A block_sum_of_squares(const A* u, i64 n) {
+// Sum of u, or u * u, over the block, the same in all threads.
+__device__ inline A block_sum(const A* u, i64 n, bool squares) {
     __shared__ A partial[WARPS];
     A sum = 0;
-    for (i64 k = threadIdx.x; k < n; k += THREADS) sum += u[k] * u[k];
+    for (i64 k = threadIdx.x; k < n; k += THREADS) sum += squares ? u[k] * u[k] : u[k];
     sum = warp_sum(sum);
     if (threadIdx.x % WARP == 0) partial[threadIdx.x / WARP] = sum;
     __syncthreads();
@@ -118,15 +119,16 @@ __device__ inline void add_groups(const Vector& v) {
 // S).
 struct Raw {
     const Vector& v;
+    A mean;
     A squares;
     bool whole;    // the first entry is `squares` times mean
     bool squared;
 
     __device__ A operator()(i64 k) const {
         if (k >= (whole ? 1 : v.units)) return v.entry;
-        if (whole) return squares * v.mean;
+        if (whole) return squares * mean;
         const A x = v.sums[k];
-        return (squared ? x * x : x) * v.mean;
+        return (squared ? x * x : x) * mean;
     }
 };
 
@@ -152,8 +154,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) average(const Average a
     allow_next_launch();
     const AverageJob& job = args.jobs[blockIdx.x];
     add_groups(job.H);
-    const A squares = job.norm ? block_sum_of_squares(job.H.sums, job.H.units) : A(0);
-    const Raw H = {job.H, squares, bool(job.norm), false}, S = {job.S, A(0), false, bool(job.norm)};
+    const bool norm = job.norm;
+    const A total = norm || job.counted ? block_sum(job.H.sums, job.H.units, norm) : A(1);
+    const A by = job.counted ? total : A(1);
+    const Raw H = {job.H, job.H.mean / by, total, norm, false}, S = {job.S, job.S.mean / by, A(0), false, norm};
     const Range<A> H_range = block_range<A>(job.H.size, H), S_range = block_range<A>(job.S.size, S);
     if (H_range.broken || S_range.broken) return;
     follow(job.H, H, H_range, args);

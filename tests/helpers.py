@@ -22,12 +22,14 @@ from cafin_cupy import (
     Conv1d,
     Conv2d,
     Conv3d,
+    Embedding,
     GroupNorm,
     InstanceNorm,
     LayerNorm,
     Linear,
     RMSNorm,
     SyncBatchNorm,
+    TransposedLinear,
     reference,
 )
 from cafin_cupy.layers import Layer
@@ -43,9 +45,14 @@ LAYOUTS = ["contiguous", "channels_last", "sliced", "inner", "offset", "transpos
 RAW = Averaging(keep=0.0, add=1.0, normalize="after")
 
 
+def integral(x: Any) -> bool:
+    """True of NumPy's arrays of whole numbers: indices."""
+    return isinstance(x, np.ndarray) and x.dtype.kind in "iu"
+
+
 def make(framework: str, x: Any, dtype: str = "float32") -> Any:
-    """A new array with the values of `x`."""
-    x = np.array(x, dtype=dtype)
+    """A new array with the values of `x`; an array of whole numbers stays one."""
+    x = np.array(x, dtype=x.dtype if integral(x) else dtype)
     if framework == "numpy":
         return x
     if framework in ("torch", "torch-cuda"):
@@ -64,12 +71,13 @@ def lay(xp: Any, x: Any, layout: str) -> Any:
     """The values of `x` in another memory layout. Layouts of images leave other arrays contiguous."""
     if layout == "channels_last" and x.ndim in (3, 4, 5):
         return xp.moveaxis(xp.ascontiguousarray(xp.moveaxis(x, 1, -1)), -1, 1)
-    if layout == "transposed":
+    if layout == "transposed" and x.ndim:
         return xp.ascontiguousarray(x.T).T
+    between = math.nan if x.dtype.kind == "f" else -1
     if layout == "sliced" and x.ndim:  # every other row of a larger array
-        y = xp.full((2 * x.shape[0], *x.shape[1:]), math.nan, dtype=x.dtype)[::2]
+        y = xp.full((2 * x.shape[0], *x.shape[1:]), between, dtype=x.dtype)[::2]
     elif layout == "inner" and x.ndim:  # every other column
-        y = xp.full((*x.shape[:-1], 2 * x.shape[-1]), math.nan, dtype=x.dtype)[..., ::2]
+        y = xp.full((*x.shape[:-1], 2 * x.shape[-1]), between, dtype=x.dtype)[..., ::2]
     elif layout == "offset":  # an address that is no multiple of 16
         y = xp.zeros(x.size + 1, dtype=x.dtype)[1:].reshape(x.shape)
     else:
@@ -80,7 +88,7 @@ def lay(xp: Any, x: Any, layout: str) -> Any:
 
 def strided(framework: str, x: Any, layout: str, dtype: str = "float32") -> Any:
     """`make` in a layout of `lay`, "expanded" (of one row) included."""
-    x = np.asarray(x, dtype)
+    x = np.asarray(x, x.dtype if integral(x) else dtype)
     torch = import_module("torch") if framework.startswith("torch") else None
     if layout == "expanded":
         row = make(framework, x[:1], dtype)
@@ -125,21 +133,41 @@ class Case(NamedTuple):
 
     def layer(self, array: Any = np.zeros) -> Layer:
         """A descriptor whose arrays are `array(shape)`."""
-        units = math.prod(self.weight) if issubclass(self.kind, LayerNorm) else self.weight[0]
+        units = self.weight[-1] if self.kind is TransposedLinear else self.weight[0]
+        units = math.prod(self.weight) if issubclass(self.kind, LayerNorm) else units
         return self.kind(array(self.weight), array((units,)) if self.bias else None, **self.options)
 
     def data(self, seed: int = 0) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """h and s, exact in float32."""
+        """h and s, exact in float32; indices for an embedding, not all of them padding."""
         rng = np.random.default_rng(seed)
         h, s = (np.float32(rng.normal(0.5, 1.0, shape)).astype(float) for shape in (self.h, self.s))
+        if self.kind is not Embedding:
+            return h, s
+        h = rng.integers(0, self.weight[0], self.h)
+        padding = self.options.get("padding_idx")
+        if padding is not None and np.all(h == padding % self.weight[0]):
+            h.reshape(-1)[0] = (padding + 1) % self.weight[0]
         return h, s
+
+    def of(self, x: Any) -> np.ndarray[Any, Any]:
+        """An array of the type of h."""
+        return np.asarray(x, np.int64 if self.kind is Embedding else float)
 
 
 @st.composite
 def linears(draw: Any) -> Case:
     lead = tuple(draw(st.lists(st.integers(1, 7), max_size=3)))
     d_in, d_out = draw(st.integers(1, 13)), draw(st.integers(1, 13))
-    return Case(Linear, (d_out, d_in), draw(st.booleans()), (*lead, d_in), (*lead, d_out))
+    kind, weight = draw(st.sampled_from([(Linear, (d_out, d_in)), (TransposedLinear, (d_in, d_out))]))
+    return Case(kind, weight, draw(st.booleans()), (*lead, d_in), (*lead, d_out))
+
+
+@st.composite
+def embeddings(draw: Any) -> Case:
+    lead = tuple(draw(st.lists(st.integers(1, 7), max_size=3)))
+    rows, width = draw(st.integers(2, 13)), draw(st.integers(1, 13))
+    padding = draw(st.none() | st.integers(-rows, rows - 1))
+    return Case(Embedding, (rows, width), False, lead, (*lead, width), {"padding_idx": padding})
 
 
 @st.composite
@@ -192,12 +220,14 @@ def layer_norms(draw: Any) -> Case:
     return Case(kind, normalized, bias, (*lead, *normalized), (*lead, *normalized))
 
 
-cases = st.one_of(linears(), convolutions(), channel_norms(), layer_norms())
+cases = st.one_of(linears(), embeddings(), convolutions(), channel_norms(), layer_norms())
 seeds = st.integers(0, 2**16)
 
 # One of each kind for tests that want no search.
 EXAMPLES = [
     Case(Linear, (3, 5), True, (4, 2, 5), (4, 2, 3)),
+    Case(TransposedLinear, (5, 3), True, (4, 2, 5), (4, 2, 3)),
+    Case(Embedding, (7, 3), False, (4, 5), (4, 5, 3), {"padding_idx": 2}),
     Case(Conv1d, (4, 3, 3), True, (4, 3, 11), (4, 4, 6), {"stride": 2, "padding": 1}),
     Case(Conv2d, (4, 2, 3, 2), True, (4, 4, 7, 6), (4, 4, 4, 6), {"stride": (2, 1), "padding": 1, "groups": 2}),
     Case(
@@ -231,7 +261,7 @@ def example_id(case: Case) -> str:
 def moments(case: Case, h: Any, s: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Raw moments by the reference, in float64."""
     layer = case.layer()
-    H, S = reference.raw_moments(layer, reference.raw_sums(layer, np.asarray(h, float), np.asarray(s, float)))
+    H, S = reference.raw_moments(layer, reference.raw_sums(layer, case.of(h), np.asarray(s, float)))
     return H, S
 
 

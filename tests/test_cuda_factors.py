@@ -7,13 +7,14 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from helpers import CUDA, LAYOUTS, RAW, Case, Device, bounds, cases, close, convolutions, lay, numpy_of, seeds
+from helpers import CUDA, LAYOUTS, RAW, Case, Device, bounds, cases, close, convolutions, integral, lay, numpy_of, seeds
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cafin_cupy import AdaFisher, Conv1d, Conv2d, Conv3d, LayerNorm, Linear, cuda_factors, reference
+from cafin_cupy import AdaFisher, Conv1d, Conv2d, Conv3d, Embedding, LayerNorm, Linear, cuda_factors, reference
 from cafin_cupy.arrays import view
 from cafin_cupy.cuda_factors import CudaFactors
+from cafin_cupy.layers import Columns
 from cafin_cupy.layers.convolution import Conv
 from cafin_cupy.matrix import COLUMN_SUMS_BLOCK, ENOUGH_BLOCKS, LEAST_ROWS, Matrix, matrix, split
 
@@ -25,13 +26,12 @@ def read(array: np.ndarray, how: Matrix) -> np.ndarray:
     return np.lib.stride_tricks.as_strided(array, (reach,), (array.itemsize,))[place]
 
 
-def sums(case: Case, array: np.ndarray, which: int, how: Matrix) -> np.ndarray:
+def sums(columns: Columns, array: np.ndarray, how: Matrix) -> np.ndarray:
     """The raw sums that column_sums and fold would make of it."""
-    columns = case.layer().columns(case.h, case.s)[which]
     x = read(array, how)
     if columns.patches is not None:
         pixels = np.sum(x**2, axis=0)
-        axes = np.ogrid[tuple(slice(n) for n in ((case.h, case.s)[which][1], *columns.patches.image))]
+        axes = np.ogrid[tuple(slice(n) for n in (array.shape[1], *columns.patches.image))]
         image = pixels[sum(place * step for place, step in zip(axes, how.steps))]
         return reference._fold(np, image, columns.patches)
     return (x**columns.power).sum(axis=0).reshape(how.segments, how.run).sum(axis=1) * columns.scale
@@ -39,7 +39,7 @@ def sums(case: Case, array: np.ndarray, which: int, how: Matrix) -> np.ndarray:
 
 def in_place(case: Case, layout: str, shape: tuple[int, ...]) -> bool:
     """Layouts that must be read as they lie: samples at any distance, channels_last images."""
-    if issubclass(case.kind, (Linear, LayerNorm)) and layout == "channels_last":
+    if issubclass(case.kind, (Linear, LayerNorm, Embedding)) and layout == "channels_last":
         return len(shape) not in (3, 4, 5)
     return layout in ("contiguous", "offset", "channels_last") or (layout == "sliced" and issubclass(case.kind, Conv))
 
@@ -53,21 +53,24 @@ def test_arrays_are_read_as_they_lie(case: Case, seed: int, layout: str) -> None
     arrays = [lay(np, x, layout) for x in case.data(seed)]
     wanted = reference.raw_sums(case.layer(), *arrays)
     limits = reference.raw_sums(case.layer(), *map(abs, arrays))
-    for which, array in enumerate(arrays):
-        how = matrix(view(array), case.layer().columns(case.h, case.s)[which])
+    arrays = case.layer().read(*arrays)
+    plans = case.layer().columns(*(array.shape for array in arrays))
+    for array, columns, exact, bound in zip(arrays, plans, wanted, limits):
+        how = matrix(view(array), columns)
         if how is None:
             assert not in_place(case, layout, array.shape)
         else:
-            close(sums(case, array, which, how), wanted[which], 1e-12, limits[which])
+            close(sums(columns, array, how), exact, 1e-12, bound)
 
 
 @given(convolutions(), st.sampled_from(["contiguous", "channels_last"]))
 def test_a_single_image_has_its_pixels_in_order(case: Case, layout: str) -> None:
     case = case._replace(h=(1, *case.h[1:]), s=(1, *case.s[1:]))
     h, s = (lay(np, x, layout) for x in case.data())
-    how = matrix(view(h), case.layer().columns(case.h, case.s)[0])
+    columns = case.layer().columns(case.h, case.s)[0]
+    how = matrix(view(h), columns)
     assert how is not None
-    close(sums(case, h, 0, how), reference.raw_sums(case.layer(), h, s).H, 1e-12)
+    close(sums(columns, h, how), reference.raw_sums(case.layer(), h, s).H, 1e-12)
 
 
 def test_rows_of_a_sequence_are_read_without_a_copy() -> None:
@@ -92,6 +95,7 @@ CALLS = [
     Case(Conv2d, (4, 3, 3, 3), True, (0, 3, 9, 8), (0, 4, 9, 8), {"padding": 1}),
     Case(Conv2d, (6, 1, 3, 2), False, (0, 3, 7, 6), (0, 6, 3, 5), {"stride": (2, 1), "groups": 3}),
     Case(LayerNorm, (11,), True, (0, 5, 11), (0, 5, 11)),
+    Case(Embedding, (9, 4), False, (0, 3), (0, 3, 4)),
 ]
 
 
@@ -99,7 +103,9 @@ CALLS = [
     st.lists(
         st.lists(
             st.tuples(
-                st.integers(0, 3), st.integers(1, 40), st.sampled_from(["contiguous", "channels_last", "sliced"])
+                st.integers(0, len(CALLS) - 1),
+                st.integers(1, 40),
+                st.sampled_from(["contiguous", "channels_last", "sliced"]),
             ),
             max_size=8,
         ),
@@ -156,8 +162,8 @@ def test_sixteen_bit_arrays_are_read_as_they_are(case: Case, seed: int, layout: 
 
     arrays, exact = [], []
     for name, x in zip("hs", case.data(seed)):
-        dtype = np.float16 if which in ("both", name) else np.float32
-        exact.append(x.astype(dtype).astype(float))
+        dtype = x.dtype if integral(x) else np.float16 if which in ("both", name) else np.float32
+        exact.append(x if integral(x) else x.astype(dtype).astype(float))
         arrays.append(lay(cupy, cupy.asarray(x.astype(dtype)), layout))
     layer = case.layer(lambda shape: cupy.zeros(shape, cupy.float32))
     opt = AdaFisher([layer.weight], [layer], averaging=RAW, TCov=1)
@@ -198,7 +204,7 @@ def test_large_images_and_kernels(case: Case, layout: str) -> None:
 
 @pytest.mark.gpu
 @given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), min_size=1, max_size=40),
+    st.lists(st.tuples(st.integers(0, len(CALLS) - 1), st.integers(1, 30)), min_size=1, max_size=40),
     st.sampled_from([0, 3000, 10**9]),
 )
 def test_calls_that_wait_for_one_another_change_no_bit(calls: list[tuple[int, int]], batch_bytes: int) -> None:

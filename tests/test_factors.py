@@ -21,6 +21,7 @@ from helpers import (
     layer_norms,
     moments,
     numpy_of,
+    refuses,
     run_raw,
     same_bits,
     seeds,
@@ -34,11 +35,15 @@ from cafin_cupy import (
     BatchNorm1d,
     BatchNorm2d,
     BatchNorm3d,
+    CafinTypeError,
+    CafinValueError,
     Conv1d,
     Conv2d,
     Conv3d,
+    Embedding,
     LayerNorm,
     Linear,
+    TransposedLinear,
     reference,
 )
 from cafin_cupy.factors import ReferenceFactors
@@ -63,6 +68,8 @@ BIG = [
     Case(Conv2d, (64, 1, 3, 3), True, (9, 64, 47, 41), (9, 64, 47, 41), {"padding": 1, "groups": 64}),
     Case(Conv1d, (8, 3, 9), True, (31, 6, 8191), (31, 8, 4096), {"stride": 2, "padding": 4, "groups": 2}),
     Case(Conv3d, (7, 3, 3, 3, 3), True, (5, 3, 17, 47, 41), (5, 7, 9, 24, 21), {"stride": 2, "padding": 1}),
+    Case(Embedding, (30011, 37), False, (8, 1031), (8, 1031, 37), {"padding_idx": 0}),
+    Case(TransposedLinear, (300, 3), True, (8191, 300), (8191, 3)),
     Case(BatchNorm1d, (1031,), True, (1031, 1031), (1031, 1031)),
     Case(BatchNorm2d, (37,), True, (31, 37, 31, 31), (31, 37, 31, 31)),
     Case(BatchNorm3d, (37,), True, (31, 37, 5, 13, 13), (31, 37, 5, 13, 13)),
@@ -106,8 +113,11 @@ def test_expanded_arrays(device: Device) -> None:
     """The gradient of a sum is one number, expanded."""
     xp = import_module(device.framework)
     for case in EXAMPLES:
-        h, s = np.full(case.h, 3.0), np.broadcast_to(np.arange(1.0, case.s[-1] + 1), case.s)
-        pair = xp.broadcast_to(device.array(3.0), case.h), xp.broadcast_to(device.array(s[(0,) * (s.ndim - 1)]), case.s)
+        h, s = case.of(np.full(case.h, 3.0)), np.broadcast_to(np.arange(1.0, case.s[-1] + 1), case.s)
+        pair = (
+            xp.broadcast_to(device.array(case.of(3.0)), case.h),
+            xp.broadcast_to(device.array(s[(0,) * (s.ndim - 1)]), case.s),
+        )
         for mine, want in zip(run_raw(device, case, [pair]), moments(case, h, s)):
             close(mine, want, device.tolerance)
 
@@ -135,13 +145,13 @@ def test_a_nan_in_one_batch_costs_one_refresh(device: Device, case: Case, rule: 
     h, s = (device.array(x) for x in case.data())
     zeros = [device.zeros(*case.weight)] * 2
     zeros = [z + 0 for z in zeros]
-    for array in (h, s):
+    for array in (h, s) if case.kind is not Embedding else (s,):
         before = [numpy_of(F) for F in opt.factors()["0"]]
         flat = array.reshape(-1)
-        kept = float(flat[0])
-        flat[0] = math.nan
+        kept = float(flat[-1])
+        flat[-1] = math.nan
         opt.accumulate(layer, h, s)
-        flat[0] = kept
+        flat[-1] = kept
         opt.accumulate(other, h, s)
         opt.step(zeros)
         for now, then in zip(opt.factors()["0"], before):
@@ -184,12 +194,52 @@ def test_factors_by_hand(device: Device, values: list[float], rule: str) -> None
 def test_empty_batches_add_nothing(device: Device) -> None:
     for case in EXAMPLES:
         h, s = case.data()
-        none = device.zeros(0, *case.h[1:]), device.zeros(0, *case.s[1:])
+        none = device.array(case.of(np.zeros((0, *case.h[1:])))), device.zeros(0, *case.s[1:])
         full = device.array(h), device.array(s)
         for got, want in zip(run_raw(device, case, [none, full, none]), run_raw(device, case, [full])):
             same_bits(got, want)
         for got in run_raw(device, case, [none]):
             np.testing.assert_array_equal(got, 1.0)  # as they started
+
+
+@pytest.mark.parametrize("padding", [None, 0])
+def test_an_embedding_counts_what_was_read(device: Device, padding: int | None) -> None:
+    """By hand: 3 is read twice, 0 and 1 once; row 2 never. A batch of nothing but padding leaves the factors alone."""
+    case = Case(Embedding, (4, 2), False, (2, 2), (2, 2, 2), {"padding_idx": padding})
+    h = np.array([[3, 0], [1, 3]])
+    s = np.array([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [7.0, 8.0]]])
+    H, S = run_raw(device, case, [(device.array(h), device.array(s))])
+    if padding is None:
+        want = [0.25, 0.25, 0.0, 0.5], [(1 + 9 + 25 + 49) / 4, (4 + 16 + 36 + 64) / 4]
+    else:
+        want = [0.0, 1 / 3, 0.0, 2 / 3], [(1 + 25 + 49) / 3, (4 + 36 + 64) / 3]
+    for got, exact in zip((H, S), want):
+        close(got, exact, device.tolerance)
+    nothing = run_raw(device, case, [(device.array(0 * h), device.array(s))])
+    if padding is not None:
+        assert all(np.all(F == 1.0) for F in nothing)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint8"])
+def test_indices_of_any_size(device: Device, dtype: str) -> None:
+    """A table longer than its indices can tell."""
+    case = Case(Embedding, (300, 2), False, (4,), (4, 2))
+    h = np.array([0, 5, 100, 5])
+    xp = import_module(device.framework)
+    _, s = case.data()
+    H, _ = run_raw(device, case, [(xp.asarray(h, dtype=dtype), device.array(s))])
+    np.testing.assert_array_equal(np.flatnonzero(H), [0, 5, 100])
+
+
+def test_indices_that_are_no_whole_numbers_are_refused(device: Device) -> None:
+    layer = Embedding(device.zeros(4, 2), name="tokens")
+    opt = AdaFisher([layer.weight], [layer], backend=device.backend)
+    with refuses(CafinTypeError, "accumulate: `h of tokens` must hold whole numbers, got float"):
+        opt.accumulate(layer, device.zeros(3), device.zeros(3, 2))
+    with refuses(
+        CafinValueError, "accumulate: `h, s of tokens` must have shapes (...) and (..., 2), got (3,) and (4, 2)"
+    ):
+        opt.accumulate(layer, device.array(np.zeros(3, int)), device.zeros(4, 2))
 
 
 def test_views_of_the_factors_stay_valid() -> None:

@@ -19,12 +19,14 @@ from cafin_cupy import (
     Conv1d,
     Conv2d,
     Conv3d,
+    Embedding,
     GroupNorm,
     InstanceNorm,
     LayerNorm,
     Linear,
     RMSNorm,
     SyncBatchNorm,
+    TransposedLinear,
 )
 from cafin_cupy.layers import Layer
 
@@ -33,6 +35,7 @@ SIZES = [
     # kind, weight, options, then H and S sizes without a bias, and with one
     (Linear, (3, 5), {}, (5, 3), (6, 3)),
     (Linear, (1, 1), {}, (1, 1), (2, 1)),
+    (TransposedLinear, (5, 3), {}, (5, 3), (6, 3)),
     (Conv2d, (4, 3, 2, 5), {}, (30, 4), (31, 4)),
     (Conv2d, (6, 1, 3, 3), {"groups": 3}, (9, 6), (10, 6)),
     (Conv1d, (4, 3, 5), {}, (15, 4), (16, 4)),
@@ -55,11 +58,32 @@ def test_sizes(kind: type[Layer], weight: Any, options: Any, without: Any, with_
     assert layer.H_size > layer.width  # an entry for the bias
 
 
+def test_an_embedding_has_no_bias() -> None:
+    layer = Embedding(np.zeros((9, 4)), padding_idx=-1)
+    assert (layer.H_size, layer.S_size, layer.padding_idx) == (9, 4, 8)
+
+
 @given(cases)
 def test_columns_cover_the_arrays(case: Any) -> None:
     layer = case.layer()
-    for columns, shape in zip(layer.columns(case.h, case.s), (case.h, case.s)):
-        assert columns.rows * columns.segments * columns.run == np.prod(shape)
+    arrays = layer.read(*case.data())
+    for columns, array in zip(layer.columns(*(x.shape for x in arrays)), arrays):
+        assert columns.rows * columns.segments * columns.run == array.size
+
+
+@given(cases)
+def test_the_factors_of_a_weight_make_a_matrix_of_it(case: Any) -> None:
+    """And those of a bias a column."""
+    layer = case.layer()
+    H, S = np.arange(layer.H_size), np.arange(layer.S_size)
+    columns, rows = layer.of_weight(H, S)
+    assert len(columns) * len(rows) == layer.weight.size
+    if not layer.norm and layer.weight.ndim > 1:
+        assert len(rows) == layer.weight.shape[0]
+    if layer.bias is not None:
+        columns, rows = layer.of_bias(H, S)
+        assert (len(columns), len(rows)) == (1, layer.bias.size)
+        assert columns[0] == layer.H_size - 1
 
 
 def test_two_descriptors_are_equal_only_if_they_are_one() -> None:
@@ -103,6 +127,13 @@ REFUSED = [
     (Conv2d, IMAGE, {"dilation": True}, ["dilation", "whole number", "True"]),
     (Conv2d, IMAGE, {"groups": 3}, ["groups", "divides C_out = 4", "3"]),
     (Conv2d, IMAGE, {"groups": 0}, ["groups", "divides", "0"]),
+    (TransposedLinear, (3,), {}, ["weight", "(d_in, d_out)", "(3,)"]),
+    (TransposedLinear, (3, 2), {"bias": np.zeros(3)}, ["bias", "2 elements", "(3,)"]),
+    (Embedding, (3,), {}, ["weight", "(V, D)", "(3,)"]),
+    (Embedding, (3, 2), {"bias": np.zeros(2)}, ["bias", "be None", "(2,)"]),
+    (Embedding, (3, 2), {"padding_idx": 3}, ["padding_idx", "below V = 3", "3"]),
+    (Embedding, (3, 2), {"padding_idx": -4}, ["padding_idx", "below V = 3", "-4"]),
+    (Embedding, (3, 2), {"padding_idx": True}, ["padding_idx", "whole number", "True"]),
     (Conv1d, (3, 2), {}, ["weight", "(C_out, C_in/groups, k)", "(3, 2)"]),
     (Conv1d, (3, 2, 1), {"stride": (1, 2)}, ["stride", "one of them", "(1, 2)"]),
     (Conv3d, (3, 2, 1, 1), {}, ["weight", "(C_out, C_in/groups, kd, kh, kw)", "(3, 2, 1, 1)"]),
@@ -133,6 +164,9 @@ MISFITS = [
     (Linear(np.zeros((3, 5))), (4, 5), (5, 3)),
     (Linear(np.zeros((3, 5))), (2, 4, 5), (8, 3)),
     (Linear(np.zeros((3, 5))), (), ()),
+    (TransposedLinear(np.zeros((5, 3))), (4, 3), (4, 5)),
+    (Embedding(np.zeros((5, 3))), (4, 5), (4, 3)),
+    (Embedding(np.zeros((5, 3))), (4,), (4, 5)),
     (Conv2d(np.zeros((4, 1, 3, 3)), groups=2), (1, 1, 5, 5), (1, 4, 3, 3)),
     (Conv2d(np.zeros((4, 2, 3, 3))), (2, 2, 5, 5), (1, 4, 3, 3)),
     (Conv2d(np.zeros((4, 2, 3, 3))), (2, 2, 5, 5), (2, 3, 3, 3)),

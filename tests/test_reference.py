@@ -17,6 +17,7 @@ from helpers import (
     close,
     convolutions,
     example_id,
+    integral,
     make,
     moments,
     numpy_of,
@@ -29,7 +30,7 @@ from helpers import (
 )
 from hypothesis import given
 
-from cafin_cupy import Averaging, CafinTypeError, CafinValueError, LayerNorm, Linear, reference
+from cafin_cupy import Averaging, CafinTypeError, CafinValueError, Embedding, LayerNorm, Linear, reference
 from cafin_cupy.layers.convolution import Conv
 from cafin_cupy.layers.norm import ChannelNorm, Norm
 from cafin_cupy.rule import Hyper
@@ -44,6 +45,17 @@ def linear(case: Case, h: Array, s: Array) -> tuple[list[float], list[float]]:
     n = len(rows)
     return [sum(r[j] ** 2 for r in rows) / n for j in range(h.shape[-1])] + [1.0] * case.bias, [
         sum(g[j] ** 2 for g in grads) / n for j in range(s.shape[-1])
+    ]
+
+
+def embedding(case: Case, h: Array, s: Array) -> tuple[list[float], list[float]]:
+    """One-hot inputs, of the positions that read no padding."""
+    rows, width = case.weight
+    padding = case.options["padding_idx"]
+    read = [(v, g) for v, g in zip(h.reshape(-1), s.reshape(-1, width)) if padding is None or v != padding % rows]
+    hot = [[float(v == row) for row in range(rows)] for v, _ in read]
+    return [sum(x[row] ** 2 for x in hot) / len(read) for row in range(rows)], [
+        sum(g[j] ** 2 for _, g in read) / len(read) for j in range(width)
     ]
 
 
@@ -91,7 +103,9 @@ def layer_norm(case: Case, h: Array, s: Array) -> tuple[list[float], list[float]
     return [sum(x**2 for x in u) / batch**2, length / batch**2], list(flat.sum(axis=0) ** 2 / batch)
 
 
-EXPLICIT: dict[type, Any] = {Linear: linear, Conv: convolution, ChannelNorm: channel_norm, LayerNorm: layer_norm}
+EXPLICIT: dict[type, Any] = {
+    **{Linear: linear, Embedding: embedding, Conv: convolution, ChannelNorm: channel_norm, LayerNorm: layer_norm}
+}
 
 
 def expected(case: Case, h: Array, s: Array) -> tuple[Array, Array]:
@@ -164,8 +178,12 @@ def test_results_stay_in_their_namespace(framework: str, case: Case) -> None:
     [("numpy", "float16"), ("torch", "float16"), ("torch", "bfloat16"), ("jax", "float16"), ("jax", "bfloat16")],
 )
 def test_half_types_are_summed_in_float32(framework: str, dtype: str, case: Case) -> None:
-    h, s = (make(framework, x) for x in case.data())
-    h, s = (x.to(getattr(torch, dtype)) if framework == "torch" else x.astype(dtype) for x in (h, s))
+    exact = case.data()
+    h, s = (make(framework, x) for x in exact)
+    h, s = (
+        given if integral(x) else given.to(getattr(torch, dtype)) if framework == "torch" else given.astype(dtype)
+        for given, x in zip((h, s), exact)
+    )
     sums = reference.raw_sums(case.layer(), h, s)
     raw = reference.raw_moments(case.layer(), sums)
     rounded = [numpy_of(x.float() if framework == "torch" else x.astype("float32")) for x in (h, s)]
@@ -313,7 +331,7 @@ def test_pieces_of_an_update_are_the_whole(
 @pytest.mark.parametrize("framework", NAMESPACES)
 def test_pieces_of_a_batch_are_the_batch(framework: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole numbers have exact sums in any order."""
-    arrays = [make(framework, np.round(x * 4)) for x in case.data()]
+    arrays = [make(framework, x if integral(x) else np.round(x * 4)) for x in case.data()]
     want = reference.raw_sums(case.layer(), *arrays)
     for piece in (100, 37, 1):  # several samples, about one, less than one
         monkeypatch.setattr(reference, "PIECE", piece)

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 
 from helpers import LAYOUTS, RAW, strided  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
-from torch_cases import LAYERS  # noqa: E402
+from torch_cases import LAYERS, drawn  # noqa: E402
 from torch_helpers import assert_moments, record, torch_device, weighted  # noqa: E402, F401
 
 from cafin_cupy.adapters.torch import AdaFisher  # noqa: E402
@@ -44,8 +44,9 @@ def test_every_layer_in_every_layout(name: str, trains: bool, autocast: bool, de
     framework = "torch-cuda" if device == "cuda" else "torch"
     for layout in LAYOUTS:
         torch.manual_seed(0)
-        values = torch.randn(shape).numpy()
-        overwritten(make(), strided(framework, values, layout), trains, autocast)
+        layer = make()
+        x = strided(framework, drawn(layer, shape).numpy(), layout)
+        overwritten(layer, x, trains and x.is_floating_point(), autocast)
 
 
 def test_overwritten_input_of_a_frozen_weight(device: str) -> None:

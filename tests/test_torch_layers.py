@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from helpers import RAW  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
-from torch_cases import LAYERS  # noqa: E402
+from torch_cases import LAYERS, Conv1D, drawn  # noqa: E402
 from torch_helpers import (  # noqa: E402
     TOLERANCE,
     Seen,
@@ -49,7 +49,7 @@ def test_raw_moments(name: str, loss: Callable[[Tensor], Tensor], device: str) -
     with torch.no_grad():
         for p in model.parameters():  # norm layers start with constants
             p.add_(torch.randn_like(p))
-    x = torch.randn(shape, device=device)
+    x = drawn(model, shape, device)
     (name, *_) = inspect.signature(model.forward).parameters
     loss(model(**{name: x})).backward()
     optimizer.step()
@@ -174,8 +174,47 @@ def test_weight_tied_to_an_embedding(device: str, recwarn: pytest.WarningsRecord
     weighted(model(torch.tensor([1, 2, 2, 5], device=device))).backward()
     old = model[0].weight.detach().clone()
     optimizer.step()
+    assert set(optimizer.factors()) == {"1"}
     assert_first_step(model[0].weight, old, *optimizer.factors()["1"], 0.1)
     assert not recwarn.list
+
+
+def test_embeddings_that_share_their_table(device: str) -> None:
+    """Those of an encoder and a decoder: counts and sums of both."""
+    a, b = nn.Embedding(6, 3), nn.Embedding(6, 3, padding_idx=1)
+    b.weight = a.weight
+    model, optimizer, seen = start(nn.ModuleDict({"a": a, "b": b}), device)
+    first, second = torch.tensor([0, 1, 5], device=device), torch.tensor([1, 5, 5], device=device)
+    (weighted(model["a"](first)) + weighted(model["b"](second))).backward()
+    old = a.weight.detach().clone()
+    optimizer.step()
+    (_, h, s), (_, k, t) = *seen["a"], *seen["b"]
+    H, S = optimizer.factors()["a"]
+    near(H, nn.functional.one_hot(torch.cat([h, k[1:]]), 6).double().mean(0))
+    near(S, torch.cat([s, t[1:]]).square().mean(0))
+    assert all(x is y for x, y in zip(optimizer.factors()["b"], (H, S)))
+    assert not torch.equal(a.weight, old)
+
+
+def test_transposed_weights_have_their_rows_on_the_input(device: str) -> None:
+    """Of the Conv1D of transformers and of embeddings, in the first step."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Embedding(7, 4), Conv1D(3, 4)).to(device)
+    optimizer = AdaFisher(model, lr=0.1, averaging=Averaging(0.5, 0.5, "before"))
+    weighted(model(torch.tensor([1, 2, 2, 5], device=device))).backward()
+    old = everything(optimizer)
+    optimizer.step()
+    (H, S), (K, T) = optimizer.factors()["0"], optimizer.factors()["1"]
+    assert_first_step(model[0].weight, old["0.weight"], S, H, 0.1)
+    assert_first_step(model[1].weight, old["1.weight"], T, K[:4], 0.1)
+    assert_first_step(model[1].bias, old["1.bias"], K[4:], T, 0.1)
+
+
+def test_gradients_divided_by_counts_have_no_factors(device: str) -> None:
+    """They are no sums over positions."""
+    with pytest.warns(UserWarning, match="no factors .F = 1. for 0.weight$"):
+        optimizer = AdaFisher(nn.Sequential(nn.Embedding(5, 4, scale_grad_by_freq=True), nn.Linear(4, 3)).to(device))
+    assert set(optimizer.factors()) == {"1"}
 
 
 def test_norm_layers_without_parameters(device: str, recwarn: pytest.WarningsRecorder) -> None:

@@ -168,9 +168,8 @@ def test_layout_of_a_gradient_changes_nothing(name: str, device: str) -> None:
 
 
 def test_sparse_gradients_are_refused(device: str) -> None:
-    with pytest.warns(UserWarning, match="no factors"):
-        model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3)).to(device)
-        optimizer = AdaFisher(model)
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3)).to(device)
+    optimizer = AdaFisher(model)
     loss_of(model, torch.tensor([1, 3], device=device)).backward()
     with refused(optimizer, "step: `gradient of 0.weight` must be dense", "got layout torch.sparse_coo", ".to_dense()"):
         optimizer.step()

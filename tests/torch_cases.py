@@ -4,7 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+
+class Conv1D(nn.Module):
+    """As transformers has it."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(0.1 * torch.randn(nx, nf))
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], self.nf)
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"
+
+
+def drawn(module: nn.Module, shape: tuple[int, ...], device: str = "cpu") -> Tensor:
+    """An input: numbers, or indices for an embedding."""
+    if isinstance(module, nn.Embedding):
+        return torch.randint(module.num_embeddings, shape, device=device)
+    return torch.randn(shape, device=device)
+
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(5, 3), (4, 5)),
@@ -12,6 +37,12 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear, sequence": (lambda: nn.Linear(5, 3), (2, 7, 5)),
     "linear, one row": (lambda: nn.Linear(5, 3), (5,)),
     "linear, long batch": (lambda: nn.Linear(7, 3), (4099, 7)),
+    "conv1d of transformers": (lambda: Conv1D(3, 5), (2, 7, 5)),
+    "conv1d of transformers, rows": (lambda: Conv1D(3, 5), (4, 5)),
+    "embedding": (lambda: nn.Embedding(7, 3), (2, 5)),
+    "embedding, one row": (lambda: nn.Embedding(7, 3), ()),
+    "embedding, padding": (lambda: nn.Embedding(4, 3, padding_idx=-1), (5, 6)),
+    "embedding, norm": (lambda: nn.Embedding(7, 3, max_norm=0.5), (2, 5)),
     "conv": (lambda: nn.Conv2d(3, 4, 3), (2, 3, 8, 7)),
     "conv, no bias, stride, padding": (lambda: nn.Conv2d(3, 4, (3, 2), (2, 3), (2, 1), bias=False), (2, 3, 9, 11)),
     "conv, groups": (lambda: nn.Conv2d(4, 6, 3, groups=2, padding=1), (2, 4, 5, 6)),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch_cases import Conv1D
 
 from cafin_cupy import CafinError
 from cafin_cupy.adapters.torch import AdaFisher
@@ -47,7 +48,8 @@ def record(model: nn.Module) -> Seen:
 
     def tap(name: str) -> Callable[..., None]:
         def forward(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-            h = (args[0] if args else next(iter(kwargs.values()))).detach().cpu().double().clone()
+            h = (args[0] if args else next(iter(kwargs.values()))).detach().cpu().clone()
+            h = h.double() if h.is_floating_point() else h
             if output.requires_grad:
                 add = seen.setdefault(name, []).append
                 output.register_hook(lambda s: add((module, h, s.detach().cpu().double().clone())))
@@ -55,7 +57,7 @@ def record(model: nn.Module) -> Seen:
         return forward
 
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, *CONVS, *CHANNEL_NORMS, nn.LayerNorm, nn.RMSNorm)):
+        if isinstance(module, (nn.Linear, Conv1D, nn.Embedding, *CONVS, *CHANNEL_NORMS, nn.LayerNorm, nn.RMSNorm)):
             module.register_forward_hook(tap(name), with_kwargs=True)
     return seen
 
@@ -91,7 +93,11 @@ def conv_sums(module: Any, h: Tensor, s: Tensor) -> tuple[Tensor, Tensor, int]:
 def raw_moments(calls: list[tuple[Any, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Raw moments (H, S) of all calls of a layer in one step, as the descriptors derive them."""
     module = calls[0][0]
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Embedding):
+        h, s = (torch.cat([c[k].reshape(-1, *c[k].shape[c[1].dim() :]) for c in calls]) for k in (1, 2))
+        read = h != (-1 if module.padding_idx is None else module.padding_idx)
+        return nn.functional.one_hot(h[read], module.num_embeddings).double().mean(0), (s[read] ** 2).mean(0)
+    if isinstance(module, (nn.Linear, Conv1D)):
         h, s = (torch.cat([c[k].reshape(-1, c[k].shape[-1]) for c in calls]) for k in (1, 2))
         H, S, entry = (h**2).mean(0), (s**2).mean(0), 1.0
     elif isinstance(module, CONVS):

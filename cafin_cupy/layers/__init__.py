@@ -13,7 +13,7 @@ weight: channels of a group times kernel taps.
 
 from .base import Columns, Layer, Patches, Shape
 from .convolution import Conv1d, Conv2d, Conv3d
-from .linear import Linear
+from .linear import Embedding, Linear, TransposedLinear
 from .norm import BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, InstanceNorm, LayerNorm, RMSNorm, SyncBatchNorm
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Conv1d",
     "Conv2d",
     "Conv3d",
+    "Embedding",
     "GroupNorm",
     "InstanceNorm",
     "Layer",
@@ -33,4 +34,5 @@ __all__ = [
     "RMSNorm",
     "Shape",
     "SyncBatchNorm",
+    "TransposedLinear",
 ]

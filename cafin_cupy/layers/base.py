@@ -64,8 +64,10 @@ class Layer:
     bias: Any = None
     name: str | None = field(default=None, kw_only=True)
 
-    # What the subclasses fill in. `norm` layers square after summing; the others sum squares.
+    # What the subclasses fill in. `norm` layers square after summing; the others sum squares. The H sums of `counted`
+    # layers are counts, and their total divides all sums.
     norm = False
+    counted = False
 
     def __post_init__(self) -> None:
         for name, array in (("weight", self.weight), ("bias", self.bias)):
@@ -113,8 +115,12 @@ class Layer:
         """(columns, rows) of the bias, a matrix of one column."""
         return H[self.width : self.width + 1], S
 
+    def read(self, h: Any, s: Any) -> tuple[Any, Any]:
+        """What the sums are taken of: input and output gradient, which have passed `check`, or arrays made of them."""
+        return h, s
+
     def columns(self, h: Shape, s: Shape) -> tuple[Columns, Columns]:
-        """How the kernels read an input of shape `h` and an output gradient of shape `s`."""
+        """How the kernels read what `read` has returned, an input of shape `h` and an output gradient of shape `s`."""
         raise NotImplementedError
 
     def count(self, h: Shape, s: Shape) -> int:
