@@ -27,9 +27,9 @@ try:
 except ImportError:  # internal to torch, so they may go: then every step looks for hooks, as torch does
     _global_optimizer_pre_hooks = _global_optimizer_post_hooks = {0: None}  # type: ignore[assignment,dict-item]
 
+from .torch_attention import attach_to_attention, leave_interrupted
 from .torch_capture import RUN_FIRST, CapturedIteration, check_capture
-from .torch_kinds import kind_of
-from .torch_layers import Tap, find_layers
+from .torch_layers import attach, find_layers
 from .torch_plan import Plan
 from .torch_scalars import checked_hyper, unscaling
 from .torch_state import take_over, with_factors
@@ -46,9 +46,9 @@ _SERVED = object()  # marks a `step` that serves hooks and profiler itself
 class AdaFisher(torch.optim.Optimizer):
     """AdaFisher for a model: `g <- g + wd p;  m <- beta m + (1 - beta) g;  p <- p - lr / (1 - beta^t) m / F`.
 
-    Layers with factors: Linear, Embedding, Conv1d to Conv3d, the norm layers (batch, group, instance, layer, RMS), the
-    Conv1D of transformers, and their subclasses. Other parameters are updated with F = 1, and one warning names them.
-    Per-parameter state is `step` (int) and `exp_avg` (like the parameter).
+    Layers with factors: Linear, Embedding, Conv1d to Conv3d, the norm layers (batch, group, instance, layer, RMS),
+    MultiheadAttention, the Conv1D of transformers, and their subclasses. Other parameters are updated with F = 1, and
+    one warning names them. Per-parameter state is `step` (int) and `exp_avg` (like the parameter).
 
     Args:
         model: the module to train, not its parameters. On the CUDA backend its parameters are float32. It may be spread
@@ -190,11 +190,9 @@ class AdaFisher(torch.optim.Optimizer):
 
     def _attach(self) -> None:
         """Hooks live on sampled steps only."""
+        leave_interrupted()
         if self.samples and not self._taps:
-            self._taps[:] = [
-                module.register_forward_hook(Tap(self, index, layer, kind_of(module)), with_kwargs=True)
-                for _, module, index, layer in self._modules
-            ]
+            self._taps[:] = [*attach(self), *attach_to_attention(self)]
         elif not self.samples:
             _detach(self._taps)
 

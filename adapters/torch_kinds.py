@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,17 +25,19 @@ class Kind(NamedTuple):
     """How a type of module is a layer.
 
     Attributes:
-        describe: (module, name) -> its descriptor, or None if this one has no factors.
+        describe: (module, name) -> its descriptors, none if this one has no factors.
         arrange: (module, h, s) -> input and output gradient as the descriptor has them: padded, with a batch axis. It
             runs in backward.
         keeps: (module, h) -> True if backward needs `h` itself when the weight trains, so that torch notices when a
             script overwrites it. Where autograd keeps nothing, or a cast, padded or contiguous copy, the script may,
             and a copy of ours must be kept.
+        lends: True if the forward calls no layer, but hands its weights to a function; see torch_attention.py.
     """
 
-    describe: Callable[[Any, str], Layer | None]
+    describe: Callable[[Any, str], Sequence[Layer]]
     arrange: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]] = _as_they_are
     keeps: Callable[[Any, Tensor], bool] = _never
+    lends: bool = False
 
 
 def kind_of(module: nn.Module) -> Kind | None:
@@ -45,13 +47,6 @@ def kind_of(module: nn.Module) -> Kind | None:
         if kind is not None:
             return kind
     return None
-
-
-def describe(module: nn.Module, name: str) -> list[Layer]:
-    """The descriptors of a module: one, or none if it has no factors."""
-    kind = kind_of(module)
-    layer = kind.describe(module, name) if kind is not None else None
-    return [layer] if layer is not None else []
 
 
 def _parameters(module: Any, name: str) -> tuple[Any, Any]:
@@ -69,9 +64,9 @@ def _parameters(module: Any, name: str) -> tuple[Any, Any]:
 def _descriptor(kind: type[Layer], options: Callable[[Any], dict[str, Any]] | None = None) -> Any:
     """`describe` of modules whose parameters are `weight` and `bias`."""
 
-    def describe(module: Any, name: str) -> Layer | None:
+    def describe(module: Any, name: str) -> Sequence[Layer]:
         weight, bias = _parameters(module, name)
-        return None if weight is None else kind(weight, bias, name=name, **(options(module) if options else {}))
+        return () if weight is None else [kind(weight, bias, name=name, **(options(module) if options else {}))]
 
     return describe
 
@@ -86,12 +81,24 @@ def _geometry(module: Any) -> dict[str, Any]:
     return {"stride": module.stride, "padding": padding, "dilation": module.dilation, "groups": module.groups}
 
 
-def _table(module: Any, name: str) -> Layer | None:
+def _table(module: Any, name: str) -> Sequence[Layer]:
     """Of an embedding. `max_norm` changes the weight ahead of the forward, not its gradient."""
     weight, _ = _parameters(module, name)
     if weight is None or module.scale_grad_by_freq:  # rows of such a gradient are no sums over positions
-        return None
-    return layers.Embedding(weight, padding_idx=module.padding_idx, name=name)
+        return ()
+    return [layers.Embedding(weight, padding_idx=module.padding_idx, name=name)]
+
+
+def _projections(module: Any, name: str) -> Sequence[Layer]:
+    """Of an attention: its matrices but for `out_proj`, which is a module of its own. `in_proj` are those of query, key
+    and value one below the other. Where they are apart, as their widths differ, their common bias is no layer's."""
+    within = f"{name}." if name else ""
+    found = []
+    for matrix, bias in (("in_proj", "in_proj_bias"), ("q_proj", ""), ("k_proj", ""), ("v_proj", "")):
+        weight = module._parameters.get(f"{matrix}_weight")  # None if it is computed, or not there
+        if weight is not None:
+            found.append(layers.Linear(weight, module._parameters.get(bias), name=within + matrix))
+    return found
 
 
 def _padded(module: Any, h: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,6 +169,7 @@ def _instance_norm(alone: int) -> Kind:
 
 _KINDS: dict[type[nn.Module], Kind] = {
     nn.Linear: Kind(_descriptor(layers.Linear), keeps=_keeps_rows),
+    nn.MultiheadAttention: Kind(_projections, keeps=_keeps_rows, lends=True),
     nn.Embedding: Kind(_table, keeps=_keeps_indices),
     nn.Conv1d: _convolution(layers.Conv1d),
     nn.Conv2d: _convolution(layers.Conv2d),

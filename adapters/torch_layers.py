@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cafin_cupy.layers import Layer
 
-from .torch_kinds import Kind, describe
+from .torch_kinds import Kind, kind_of
 
 
 def find_layers(model: nn.Module) -> tuple[list[Layer], list[tuple[str, nn.Module, int, Layer]]]:
@@ -18,7 +18,12 @@ def find_layers(model: nn.Module) -> tuple[list[Layer], list[tuple[str, nn.Modul
     hold the same weight and bias share the factors of the first. An embedding whose weight another layer multiplies by,
     as a language model's head does, has none: every row of their gradient is the other's, also where none was looked
     up."""
-    described = [(name, module, layer) for name, module in model.named_modules() for layer in describe(module, name)]
+    described = [
+        (name, module, layer)
+        for name, module in model.named_modules()
+        if (kind := kind_of(module)) is not None
+        for layer in kind.describe(module, name)
+    ]
     multiplied = {id(layer.weight) for _, _, layer in described if not layer.counted}
     layers: list[Layer] = []
     modules: list[tuple[str, nn.Module, int, Layer]] = []
@@ -30,8 +35,25 @@ def find_layers(model: nn.Module) -> tuple[list[Layer], list[tuple[str, nn.Modul
         if key not in shared:
             shared[key] = len(layers)
             layers.append(layer)
-        modules.append((name, module, shared[key], layer))
+        modules.append((layer.name or name, module, shared[key], layer))
     return layers, modules
+
+
+def attach(optimizer: Any) -> list[Any]:
+    """Hook all layers that are called; the handles of the hooks."""
+    handles = []
+    for _, module, index, layer in optimizer._modules:
+        kind = kind_of(module)
+        if kind is not None and not kind.lends:
+            tap = Tap(optimizer, index, layer, kind)
+            handles.append(module.register_forward_hook(tap, with_kwargs=True))
+    return handles
+
+
+def counts(optimizer: Any, module: nn.Module) -> bool:
+    """True if a forward of this module now is one of training. A layer counts if it or the model is in training mode:
+    BatchNorm frozen inside a model that trains does, and so does a head that trains on a model in eval mode."""
+    return torch.is_grad_enabled() and (module.training or optimizer.model.training)
 
 
 class Tap:
@@ -54,22 +76,27 @@ class Tap:
         if optimizer is None:
             self._remove(module)
             return
-        # A layer counts if it or the model is in training mode: BatchNorm frozen inside a model that trains does, and
-        # so does a head that trains on a model in eval mode.
-        if not torch.is_grad_enabled() or not (module.training or optimizer.model.training):
-            return
-        h = args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
+        if counts(optimizer, module):
+            h = args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
+            self.watch(optimizer, module, h, output)
+
+    @property
+    def trains(self) -> bool:
+        weight, bias = self.layer.weight, self.layer.bias
+        return bool(weight.requires_grad or (bias is not None and bias.requires_grad))
+
+    def watch(self, optimizer: Any, module: nn.Module, h: Any, output: Any, receiver: Any = None) -> None:
+        """Let `receive` of this tap, or of `receiver`, have `h` and the gradient of `output` once that is known."""
         if not isinstance(h, Tensor) or not isinstance(output, Tensor) or not output.requires_grad:
             return
         if _transforming():  # per-sample gradients and the like: their tensors mean nothing outside the transform
             return
-        weight, bias = self.layer.weight, self.layer.bias
-        if not weight.requires_grad and (bias is None or not bias.requires_grad):
+        if not self.trains:
             return
         optimizer.prepare()
-        itself = weight.requires_grad and self.kind.keeps(module, h)
+        itself = self.layer.weight.requires_grad and self.kind.keeps(module, h)
         kept = keep(h.detach() if itself else h.detach().clone())
-        output.register_hook(_Catch(optimizer, self, module, kept))
+        output.register_hook(_Catch(optimizer, receiver or self, module, kept))
 
     def receive(self, optimizer: Any, module: nn.Module, h: Tensor, s: Tensor) -> None:
         """From backward."""

@@ -19,9 +19,9 @@ def warn_unseen(where: str, names: Sequence[str]) -> None:
     """Layers whose weights have gradients although their forward was not seen on a sampled step."""
     _warn(
         f"{where}: layers have gradients but were not seen on a sampled step, so their factors stay as they are: "
-        f"{_listed([repr(name) for name in names])}. Their forward was not called (nn.MultiheadAttention uses the "
-        "weights of its out_proj), ran in eval mode, or was compiled without hooks (set "
-        "torch._dynamo.config.skip_nnmodule_hook_guards = False before torch.compile)."
+        f"{_listed([repr(name) for name in names])}. Their forward was not called (other code uses their weights), ran "
+        "in eval mode, or was compiled without hooks (set torch._dynamo.config.skip_nnmodule_hook_guards = False "
+        "before torch.compile)."
     )
 
 

@@ -288,20 +288,6 @@ def test_forwards_in_eval_or_without_gradient_do_not_count(device: str) -> None:
     assert_moments(optimizer, mine)
 
 
-def test_attention_of_torch_itself(device: str) -> None:
-    """Its output projection is read without being called: it keeps factors of one, and everything is updated."""
-    torch.manual_seed(5)
-    with pytest.warns(UserWarning, match="no factors .F = 1. for self_attn.in_proj_weight, self_attn.in_proj_bias"):
-        model, optimizer, seen = start(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0), device)
-    before = everything(optimizer)
-    weighted(model(torch.randn(3, 5, 8, device=device))).backward()
-    optimizer.step()
-    assert set(seen) == {"linear1", "linear2", "norm1", "norm2"}
-    assert_moments(optimizer, seen)
-    after = everything(optimizer)
-    assert not [name for name, _ in model.named_parameters() if torch.equal(before[name], after[name])]
-
-
 def test_computed_weights_have_no_factors(device: str) -> None:
     with pytest.warns(UserWarning, match="no factors"):
         layer = nn.utils.parametrizations.weight_norm(nn.Linear(5, 4))

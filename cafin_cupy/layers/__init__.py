@@ -13,7 +13,7 @@ weight: channels of a group times kernel taps.
 
 from .base import Columns, Layer, Patches, Shape
 from .convolution import Conv1d, Conv2d, Conv3d
-from .linear import Embedding, Linear, TransposedLinear
+from .linear import Embedding, Linear, SummedLinear, TransposedLinear
 from .norm import BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, InstanceNorm, LayerNorm, RMSNorm, SyncBatchNorm
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Patches",
     "RMSNorm",
     "Shape",
+    "SummedLinear",
     "SyncBatchNorm",
     "TransposedLinear",
 ]

@@ -39,6 +39,20 @@ class Linear(Layer):
         return Columns(len(h) - 1, rows, h[-1], 1, 2), Columns(len(s) - 1, rows, s[-1], 1, 2)
 
 
+@dataclass(frozen=True, eq=False)
+class SummedLinear(Linear):
+    """A `Linear` of which a caller has summed the squares itself: h (1, d_in) and s (1, d_out) hold sums over `rows`
+    rows."""
+
+    rows: int = field(kw_only=True)
+
+    def count(self, h: Shape, s: Shape) -> int:
+        return self.rows
+
+    def columns(self, h: Shape, s: Shape) -> tuple[Columns, Columns]:
+        return Columns(1, 1, h[1], 1, 1), Columns(1, 1, s[1], 1, 1)
+
+
 class TransposedLinear(Linear):
     """Linear layer that stores its weight input-major, as the Conv1D of transformers and Flax's Dense do: y = h W + b.
     `weight` (d_in, d_out), `bias` (d_out,) or None; h (..., d_in), s (..., d_out).
