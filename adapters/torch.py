@@ -29,13 +29,14 @@ except ImportError:  # internal to torch, so they may go: then every step looks 
 
 from .torch_attention import attach_to_attention, leave_interrupted
 from .torch_capture import RUN_FIRST, CapturedIteration, check_capture
+from .torch_kinds import register_layer
 from .torch_layers import attach, find_layers
 from .torch_plan import Plan
 from .torch_scalars import checked_hyper, unscaling
 from .torch_state import take_over, with_factors
 from .torch_warnings import warn_unseen, warn_without_factors
 
-__all__ = ["AdaFisher", "AdaFisherW"]
+__all__ = ["AdaFisher", "AdaFisherW", "register_layer"]
 
 _profiling = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 _backward_number = getattr(torch._C, "_current_graph_task_id", None)
@@ -46,9 +47,10 @@ _SERVED = object()  # marks a `step` that serves hooks and profiler itself
 class AdaFisher(torch.optim.Optimizer):
     """AdaFisher for a model: `g <- g + wd p;  m <- beta m + (1 - beta) g;  p <- p - lr / (1 - beta^t) m / F`.
 
-    Layers with factors: Linear, Embedding, Conv1d to Conv3d, the norm layers (batch, group, instance, layer, RMS),
-    MultiheadAttention, the Conv1D of transformers, and their subclasses. Other parameters are updated with F = 1, and
-    one warning names them. Per-parameter state is `step` (int) and `exp_avg` (like the parameter).
+    Layers with factors: Linear, Embedding, convolutions, transposed ones too, the norm layers (batch, group, instance,
+    layer, RMS), MultiheadAttention, the Conv1D of transformers, their subclasses, and what `register_layer` adds. Other
+    parameters are updated with F = 1, and one warning names them. Per-parameter state is `step` (int) and `exp_avg`
+    (like the parameter).
 
     Args:
         model: the module to train, not its parameters. On the CUDA backend its parameters are float32. It may be spread

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cafin_cupy import layers
-from cafin_cupy.errors import refuse
+from cafin_cupy.errors import CafinTypeError, refuse
 from cafin_cupy.layers import Layer
 
 
@@ -21,11 +21,17 @@ def _never(module: Any, h: Tensor) -> bool:
     return False
 
 
+def _first(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> tuple[Any, Any]:
+    """The first argument, and the output."""
+    return (args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))), output
+
+
 class Kind(NamedTuple):
     """How a type of module is a layer.
 
     Attributes:
         describe: (module, name) -> its descriptors, none if this one has no factors.
+        take: (module, args, kwargs, output) -> the input `h`, and the tensor whose gradient is `s`, from a forward.
         arrange: (module, h, s) -> input and output gradient as the descriptor has them: padded, with a batch axis. It
             runs in backward.
         keeps: (module, h) -> True if backward needs `h` itself when the weight trains, so that torch notices when a
@@ -35,6 +41,7 @@ class Kind(NamedTuple):
     """
 
     describe: Callable[[Any, str], Sequence[Layer]]
+    take: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[Any, Any]] = _first
     arrange: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]] = _as_they_are
     keeps: Callable[[Any, Tensor], bool] = _never
     lends: bool = False
@@ -47,6 +54,46 @@ def kind_of(module: nn.Module) -> Kind | None:
         if kind is not None:
             return kind
     return None
+
+
+def register_layer(
+    module_type: type[nn.Module],
+    describe: Callable[[Any, str], Layer | None],
+    *,
+    take: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[Any, Any]] | None = None,
+    arrange: Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+) -> None:
+    """Give modules of a type factors, in optimizers that are made from now on.
+
+        register_layer(LlamaRMSNorm, lambda module, name: RMSNorm(module.weight, name=name))
+
+    Args:
+        module_type: its subclasses count as well; of several registered types the nearest one wins, PyTorch's own
+            among them. A type that is registered again is described anew.
+        describe: (module, name) -> a descriptor of `cafin_cupy` that holds the module's parameters, or None if this
+            module has no factors. It says which shapes input and output gradient have.
+        take: (module, args, kwargs, output) -> the layer's input h, and the tensor whose gradient is s, from a call;
+            if None the first argument, and the output.
+        arrange: (module, h, s) -> both in the shapes of the descriptor, in backward; if None as they are.
+
+    Raises:
+        CafinError: an argument is refused.
+    """
+    where = "register_layer"
+    if not isinstance(module_type, type) or not issubclass(module_type, nn.Module):
+        refuse(where, "module_type", "be a subclass of torch.nn.Module", repr(module_type), kind=CafinTypeError)
+    for name, given in (("describe", describe), ("take", take or _first), ("arrange", arrange or _as_they_are)):
+        if not callable(given):
+            refuse(where, name, "be a function", type(given).__name__, kind=CafinTypeError)
+
+    def checked(module: Any, name: str) -> Sequence[Layer]:
+        layer: Any = describe(module, name)
+        if layer is not None and not isinstance(layer, Layer):
+            rule = "return a layer descriptor or None"
+            refuse(where, f"describe of {module_type.__name__}", rule, type(layer).__name__, kind=CafinTypeError)
+        return [layer] if layer is not None and isinstance(layer.weight, nn.Parameter) else ()
+
+    _KINDS[module_type] = Kind(checked, take or _first, arrange or _as_they_are)
 
 
 def _parameters(module: Any, name: str) -> tuple[Any, Any]:
@@ -156,7 +203,7 @@ def _keeps_contiguous(module: Any, h: Tensor) -> bool:
 
 
 def _convolution(kind: type[Layer]) -> Kind:
-    return Kind(_descriptor(kind, _geometry), _padded, _keeps_image)
+    return Kind(_descriptor(kind, _geometry), arrange=_padded, keeps=_keeps_image)
 
 
 def _of_shape(module: Any, h: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,7 +211,9 @@ def _of_shape(module: Any, h: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _instance_norm(alone: int) -> Kind:
-    return Kind(_descriptor(layers.InstanceNorm), lambda _, h, s: _batched(alone, h, s), _keeps_contiguous)
+    return Kind(
+        _descriptor(layers.InstanceNorm), arrange=lambda _, h, s: _batched(alone, h, s), keeps=_keeps_contiguous
+    )
 
 
 _KINDS: dict[type[nn.Module], Kind] = {
@@ -174,6 +223,9 @@ _KINDS: dict[type[nn.Module], Kind] = {
     nn.Conv1d: _convolution(layers.Conv1d),
     nn.Conv2d: _convolution(layers.Conv2d),
     nn.Conv3d: _convolution(layers.Conv3d),
+    nn.ConvTranspose1d: _convolution(layers.ConvTranspose1d),
+    nn.ConvTranspose2d: _convolution(layers.ConvTranspose2d),
+    nn.ConvTranspose3d: _convolution(layers.ConvTranspose3d),
     nn.BatchNorm1d: Kind(_descriptor(layers.BatchNorm1d), keeps=_keeps_dense),
     nn.BatchNorm2d: Kind(_descriptor(layers.BatchNorm2d), keeps=_keeps_dense),
     nn.BatchNorm3d: Kind(_descriptor(layers.BatchNorm3d), keeps=_keeps_dense),
@@ -182,8 +234,8 @@ _KINDS: dict[type[nn.Module], Kind] = {
     nn.InstanceNorm1d: _instance_norm(2),
     nn.InstanceNorm2d: _instance_norm(3),
     nn.InstanceNorm3d: _instance_norm(4),
-    nn.LayerNorm: Kind(_descriptor(layers.LayerNorm), _of_shape, _keeps_wide),
-    nn.RMSNorm: Kind(_descriptor(layers.RMSNorm), _of_shape, _keeps_to_differentiate),
+    nn.LayerNorm: Kind(_descriptor(layers.LayerNorm), arrange=_of_shape, keeps=_keeps_wide),
+    nn.RMSNorm: Kind(_descriptor(layers.RMSNorm), arrange=_of_shape, keeps=_keeps_to_differentiate),
 }
 
 # Of libraries that need not be there: by the package and name of the class.

@@ -77,8 +77,7 @@ class Tap:
             self._remove(module)
             return
         if counts(optimizer, module):
-            h = args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
-            self.watch(optimizer, module, h, output)
+            self.watch(optimizer, module, *self.kind.take(module, args, kwargs, output))
 
     @property
     def trains(self) -> bool:

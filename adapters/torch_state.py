@@ -6,16 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cafin_cupy.errors import CafinTypeError, refuse
 from cafin_cupy.rule import whole
 
 from .torch_scalars import SCALARS, checked_hyper
+from .torch_warnings import warn_not_stored
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
 
+OF_OLD = (nn.Linear, nn.Conv2d, nn.BatchNorm2d, nn.LayerNorm)
 KEYS = ("state", "param_groups", "H_D", "S_D", "steps")
 
 
@@ -36,13 +38,14 @@ def take_over(optimizer: AdaFisher, state_dict: Mapping[str, Any], load: Callabl
     check_state(where, state_dict, optimizer.param_groups)
     for group in state_dict["param_groups"]:
         checked_hyper(optimizer, where, {**optimizer.defaults, **group})
-    layers = [(name, optimizer._layers[index]) for name, _, index, _ in optimizer._modules]
+    stored, missing = split_layers(optimizer._modules, state_dict)
+    layers = [(name, optimizer._layers[index]) for name, _, index, _ in stored]
     H = check_factors(where, "H_D", state_dict["H_D"], [(name, layer.H_size) for name, layer in layers])
     S = check_factors(where, "S_D", state_dict["S_D"], [(name, layer.S_size) for name, layer in layers])
     factors = optimizer._factors
     pairs = [
         [F.to(device=mine[index].device, dtype=mine[index].dtype) for F, mine in ((h, factors.H), (s, factors.S))]
-        for (_, _, index, _), h, s in zip(optimizer._modules, H, S)
+        for (_, _, index, _), h, s in zip(stored, H, S)
     ]
     load({key: state_dict[key] for key in ("state", "param_groups")})
     for group in optimizer.param_groups:
@@ -53,10 +56,25 @@ def take_over(optimizer: AdaFisher, state_dict: Mapping[str, Any], load: Callabl
             state["step"] = int(state["step"])
         if "exp_avg" in state:
             state["exp_avg"] = state["exp_avg"].clone()  # torch shares it with the caller's dict
-    for (_, _, index, _), pair in reversed(list(zip(optimizer._modules, pairs))):  # the first of shared modules wins
+    for (_, _, index, _), pair in reversed(list(zip(stored, pairs))):  # the first of shared modules wins
         factors.load(index, *pair)
+    for _, _, index, _ in missing:
+        factors.restart(index)
     factors.discard()
     optimizer._count_steps(int(state_dict["steps"]))
+    warn_not_stored(where, [name for name, *_ in missing])
+
+
+def split_layers(modules: Sequence[Any], state_dict: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    """(layers whose factors a checkpoint holds, those it knows nothing of).
+
+    It holds those of all layers; or of the types alone that the public implementation gives factors, and that versions
+    of this one knew which had no others. The remaining layers then had F = 1, and begin at that."""
+    known = [module for module in modules if isinstance(module[1], OF_OLD)]
+    given = [state_dict[key] for key in ("H_D", "S_D")]
+    if len(known) < len(modules) and all(isinstance(x, (list, tuple)) and len(x) == len(known) for x in given):
+        return known, [module for module in modules if not isinstance(module[1], OF_OLD)]
+    return list(modules), []
 
 
 def check_state(where: str, state_dict: Any, param_groups: list[dict[str, Any]]) -> None:

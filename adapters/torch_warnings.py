@@ -1,4 +1,5 @@
-"""The two warnings of the PyTorch optimizer: parameters without factors, and layers that it does not get to see."""
+"""The warnings of the PyTorch optimizer: parameters without factors, layers that it does not get to see, and factors
+that a checkpoint does not hold."""
 
 from __future__ import annotations
 
@@ -23,6 +24,16 @@ def warn_unseen(where: str, names: Sequence[str]) -> None:
         "in eval mode, or was compiled without hooks (set torch._dynamo.config.skip_nnmodule_hook_guards = False "
         "before torch.compile)."
     )
+
+
+def warn_not_stored(where: str, names: Sequence[str]) -> None:
+    """Layers whose factors a checkpoint does not hold; nothing if there are none."""
+    if names:
+        _warn(
+            f"{where}: the checkpoint holds no factors for {_listed(names)}, as it was made by the public "
+            "implementation or a version that had none for such layers. Theirs begin at one (F = 1) and follow from "
+            "the next sampled step"
+        )
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -51,11 +51,10 @@ class _Half:
         self.sums: Any = None
         self.ptr = 0  # of the sums
         self.outputs = 0  # sums that the present geometry gives
-        self.units = 0  # length of the sums; groups * K for a grouped convolution's input
+        self.units = 0  # length of the sums; groups * K for the side of a grouped convolution that meets its taps
         self.operand = np.zeros((), table.Operand)
-        self.job = np.zeros((), table.FoldJob)
         self.blocks = 0
-        self.fold_blocks = 0
+        self.jobs: list[tuple[Any, int]] = []  # of fold, and the blocks of each
 
     def plan(self, columns: Columns, laid: Matrix, dtype: str, aligned: bool) -> None:
         """Describe arrays of this geometry to the kernels, and provide the workspace."""
@@ -73,11 +72,11 @@ class _Half:
             *(tiles, slices, parts, columns.power == 2, 0, ELEMENTS[dtype], wide, tile, columns.scale),
         )
         self.blocks = tiles * slices
-        if columns.patches is None:
-            self.job, self.fold_blocks = plain_job(ptr, laid, slices, parts, tile)
+        if columns.patches:
+            self.jobs = [patches_job(ptr, laid, slices, patches) for patches in columns.patches]
         else:
-            self.job, self.fold_blocks = patches_job(ptr, laid, slices, columns.patches)
-        self.outputs = int(self.job["outputs"])
+            self.jobs = [plain_job(ptr, laid, slices, parts, tile)]
+        self.outputs = sum(int(job["outputs"]) for job, _ in self.jobs)
 
     def room(self, keep: bool) -> None:
         """Raw sums for this geometry's results; with `keep`, behind those already there (a longer sequence)."""
@@ -92,6 +91,14 @@ class _Half:
         elif keep and outputs > self.units:
             self.sums[self.units : outputs] = 0.0
         self.units = max(self.units, outputs) if keep else outputs
+
+    def placed(self, add: bool) -> list[tuple[Any, int]]:
+        """The fold jobs, (job, blocks), each with its results behind those of the one before."""
+        place = self.ptr
+        for job, _ in self.jobs:
+            job["sums"], job["add"] = place, add
+            place += 4 * int(job["outputs"])
+        return self.jobs
 
 
 class _Sums:
@@ -166,7 +173,7 @@ class CudaFactors(Factors):
         self._fold_arguments, self._average_arguments = Arguments(table.Fold), Arguments(table.Average)
         if self.layers:
             like, count = self.H[0], len(self.layers)
-            self._fold_table = table.DeviceTable(table.FoldJob, 2 * count, like, device)
+            self._fold_table = table.DeviceTable(table.FoldJob, 3 * count, like, device)  # S may have two
             self._average_table = table.DeviceTable(table.AverageJob, count, like, device)
             self._pointers = [
                 [view(a[i]).ptr for a in (self.H, self.H_effective, self.S, self.S_effective)] for i in range(count)
@@ -327,13 +334,12 @@ class CudaFactors(Factors):
         key = [(id(sums), sums.version, sums.folded, sums.halves[0].ptr) for sums in unfolded]
         if key != self._fold_key:
             self._fold_key = None  # known again once the uploads are under way
-            halves = [(half, sums.folded) for sums in unfolded for half in sums.halves]
+            jobs = [job for sums in unfolded for half in sums.halves for job in half.placed(sums.folded)]
             self._fold_table = self._writable(self._fold_table)
-            for place, (half, folded) in enumerate(halves):
-                half.job["sums"], half.job["add"] = half.ptr, folded
-                self._fold_table.rows[place] = half.job
+            for place, (job, _) in enumerate(jobs):
+                self._fold_table.rows[place] = job
             self._fold_table.upload(stream)
-            self._fold_shares = table.shares([half.fold_blocks for half, _ in halves], self.H[0], self.device)
+            self._fold_shares = table.shares([blocks for _, blocks in jobs], self.H[0], self.device)
             self._fold_shares.upload(stream)
             self._fold_arguments.values[...] = (self._fold_table.ptr, self._fold_shares.ptr)
             self._fold_key = key
@@ -374,12 +380,13 @@ class CudaFactors(Factors):
         sums, layer = self._sums[index], self.layers[index]
         H, H_effective, S, S_effective = self._pointers[index]
         h, s = sums.halves
-        groups = getattr(layer, "groups", 1)
+        (H_groups, S_groups), tail = layer.shares, layer.tail
         H_mean, S_mean = layer.mean(sums.count)
         entry = layer.bias_entry(sums.count, h.units)
+        H_units, S_units, S_mean = h.units // H_groups, (s.units - tail) // S_groups, S_mean / grad_scale / grad_scale
         return (
-            (h.ptr, H, H_effective, h.units // groups, layer.H_size, groups, H_mean, entry or 0.0),
-            (s.ptr, S, S_effective, s.units, layer.S_size, 1, S_mean / grad_scale / grad_scale, 0.0),
+            (h.ptr, H, H_effective, H_units, layer.H_size, H_groups, 0, H_mean, entry or 0.0),
+            (s.ptr, S, S_effective, S_units, layer.S_size, S_groups, tail, S_mean, 0.0),
             layer.norm,
             layer.counted,
         )

@@ -179,10 +179,21 @@ def check_launch() -> Check:
 
 
 def small_problem(xp: Any, backend: str) -> list[Any]:
-    """The parameters after three updates of one layer of each kind, in the arrays of `xp` (numpy or cupy)."""
+    """The parameters after three updates of one layer for each way of reading, in the arrays of `xp`
+    (numpy or cupy)."""
     from numpy.random import default_rng
 
-    from . import AdaFisher, BatchNorm2d, Conv2d, LayerNorm, Linear
+    from . import (
+        AdaFisher,
+        BatchNorm2d,
+        Conv2d,
+        Conv3d,
+        ConvTranspose2d,
+        Embedding,
+        LayerNorm,
+        Linear,
+        TransposedLinear,
+    )
 
     random = default_rng(0)
 
@@ -195,8 +206,16 @@ def small_problem(xp: Any, backend: str) -> list[Any]:
         Conv2d(draw(6, 3, 3, 3), draw(6), padding=1, name="conv"): (draw(4, 3, 9, 9), draw(*images)),
         BatchNorm2d(draw(6), draw(6), name="batchnorm"): (draw(*images), draw(*images)),
         LayerNorm(draw(5), draw(5), name="layernorm"): (draw(4, 3, 5), draw(4, 3, 5)),
+        TransposedLinear(draw(5, 7), draw(7), name="transposed"): (draw(4, 5), draw(4, 7)),
+        Conv3d(draw(4, 2, 2, 3, 2), draw(4), name="volumes"): (draw(3, 2, 3, 4, 5), draw(3, 4, 2, 2, 4)),
+        ConvTranspose2d(draw(4, 2, 3, 3), draw(4), stride=2, groups=2, name="upsampling"): (
+            draw(3, 4, 3, 4),
+            draw(3, 4, 7, 9),
+        ),
+        Embedding(draw(9, 3), padding_idx=0, name="table"): (xp.asarray(random.integers(0, 9, (4, 5))), draw(4, 5, 3)),
     }
-    parameters = [array for layer in layers for array in (layer.weight, layer.bias)]
+    arrays = [array for layer in layers for array in (layer.weight, layer.bias)]
+    parameters = [array for array in arrays if array is not None]
     optimizer = AdaFisher(parameters, list(layers), TCov=2, weight_decay=1e-2, backend=backend)
     for _ in range(3):
         if optimizer.samples:

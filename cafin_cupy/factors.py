@@ -70,6 +70,12 @@ class Factors:
             self.H_effective[index][...] = self._effective(self.layers[index], self.H[index])
             self.S_effective[index][...] = self._effective(self.layers[index], self.S[index])
 
+    def restart(self, index: int) -> None:
+        """Let the factors of one layer begin anew, at ones. Its F is 1 until they are refreshed, also where the rule
+        normalises after averaging, which would make zeros of them."""
+        for arrays in (self.H, self.S, self.H_effective, self.S_effective):
+            arrays[index][...] = 1.0
+
     @property
     def pending(self) -> bool:
         """True if sums wait for `update`."""

@@ -33,6 +33,7 @@ def patches_job(partial: int, laid: Matrix, slices: int, image: Patches) -> tupl
         job[f"{name}_z"], job[f"{name}_y"], job[f"{name}_x"] = z, y, x
     for name, lengths in (("", image.image), ("out_", image.output), ("kernel_", image.kernel)):
         job[f"{name}depth"], job[f"{name}height"], job[f"{name}width"] = lengths
+    job["scale"] = image.scale
     job["across"], job["down"] = across, down = _warps(image)
     channels = image.groups * image.channels
     job["outputs"] = channels * math.prod(image.kernel)

@@ -42,7 +42,7 @@ def matrix(v: View, columns: Columns) -> Matrix | None:
     last = (1, *(channels * step for step in contiguous_strides(inner[1:])))
     if not same_strides(inner, v.strides[1:], last):
         return None
-    if columns.patches is not None:  # the pixels are kept, whatever their order
+    if columns.patches:  # the pixels are kept, whatever their order
         stride = v.strides[0] if v.shape[0] > 1 else width
         return Matrix(columns.rows, stride, width, 1, _steps(last, columns))
     if columns.run != pixels or (v.shape[0] > 1 and v.strides[0] != pixels * channels):
@@ -52,7 +52,7 @@ def matrix(v: View, columns: Columns) -> Matrix | None:
 
 def _steps(strides: tuple[int, ...], columns: Columns) -> tuple[int, int, int, int]:
     """From (channel, z, y, x) to a column, for pixels with these strides; 0 along the axes that the image lacks."""
-    if columns.patches is None:
+    if not columns.patches:
         return 0, 0, 0, 0
     channel, *pixel = strides
     z, y, x = (0,) * (3 - len(pixel)) + tuple(pixel)

@@ -36,7 +36,8 @@ class RawSums(NamedTuple):
     Attributes:
         H: sums of the input: squares for Linear (d_in,) and convolutions (K,), plain sums for norm layers (units,),
             counts for Embedding (V,).
-        S: sums of the output gradient: squares, or plain sums for norm layers; (S_size,).
+        S: sums of the output gradient: squares, or plain sums for norm layers; (S_size,), of transposed convolutions
+            those for the weight and then those for the bias.
         n: rows, samples, or batch times output positions: what the sums will be divided by.
     """
 
@@ -247,7 +248,10 @@ def _pieces(x: Any) -> list[Any]:
 def _column_sums(x: Any, columns: Columns) -> Any:
     xp = array_namespace(x)
     total = sum(_sums_of(x[piece], columns) for piece in (_pieces(x) if columns.lead else [...]))
-    return total * columns.scale if columns.patches is None else _fold(xp, total, columns.patches)
+    if not columns.patches:
+        return total * columns.scale
+    folded = [_fold(xp, total, patches) for patches in columns.patches]
+    return folded[0] if len(folded) == 1 else xp.concat(folded)
 
 
 def _sums_of(x: Any, columns: Columns) -> Any:
@@ -257,8 +261,8 @@ def _sums_of(x: Any, columns: Columns) -> Any:
         x = xp.astype(x, xp.float32)
     if columns.power == 2:
         x = x * x
-    if columns.patches is not None:
-        return xp.reshape(xp.sum(x, axis=0), (x.shape[1], *columns.patches.image))
+    if columns.patches:
+        return xp.reshape(xp.sum(x, axis=0), (x.shape[1], *columns.patches[0].image))
     rows = math.prod(x.shape[: columns.lead])
     return xp.sum(xp.reshape(x, (rows, columns.segments, columns.run)), axis=(0, 2))
 
@@ -272,7 +276,7 @@ def _fold(xp: Any, pixels: Any, geometry: Patches) -> Any:
         taps.append(xp.sum(pixels[:, z, y, x], axis=(1, 2, 3)))
     per_channel = xp.stack(taps, axis=1)  # (groups * channels, taps)
     per_group = xp.reshape(per_channel, (geometry.groups, geometry.channels, len(taps)))
-    return xp.reshape(xp.sum(per_group, axis=0), (-1,))
+    return geometry.scale * xp.reshape(xp.sum(per_group, axis=0), (-1,))
 
 
 def _seen(geometry: Patches, axis: int, tap: int) -> slice:

@@ -47,11 +47,13 @@ FoldJob = _struct(
     **_fields(_INT, "slices parts tile add across down depth height width out_depth out_height out_width"),
     **_fields(_INT, "kernel_depth kernel_height kernel_width stride_z stride_y stride_x padding_z padding_y padding_x"),
     **_fields(_INT, "dilation_z dilation_y dilation_x"),
+    scale=_REAL,
+    unused=_INT,
 )
 Fold = _struct(**_fields(_PTR, "jobs shares"))
 
 Vector = _struct(
-    **_fields(_PTR, "sums factor effective"), **_fields(_LONG, "units size groups"), **_fields(_REAL, "mean entry")
+    **_fields(_PTR, "sums factor effective"), **_fields(_LONG, "units size groups tail"), **_fields(_REAL, "mean entry")
 )
 AverageJob = _struct(H=Vector, S=Vector, norm=_INT, counted=_INT)
 Average = _struct(jobs=_PTR, keep="f8", add="f8", after=_INT, unused=_INT)

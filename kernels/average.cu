@@ -12,13 +12,14 @@
 #include "common.cuh"
 
 struct Vector {
-    A* sums;         // (groups, units), in; the groups are added into the first
+    A* sums;         // (groups, units), in; the groups are added into the first; then (tail)
     void* factor;    // (size), in/out: the moving average, A if normalised before, double if after: the ones it starts
                      // from would drown small moments in float
     A* effective;    // (size), out: what enters the preconditioner; the same array as `factor` if normalised before
     i64 units;       //
-    i64 size;        // of the factor: units, or units + 1 with a bias entry, or 2 for the H of a norm layer
-    i64 groups;      // 1 but for a grouped convolution's input
+    i64 size;        // of the factor: units + tail, or units + 1 with a bias entry, or 2 for the H of a norm layer
+    i64 groups;      // 1 but for the side of a grouped convolution that meets its taps
+    i64 tail;        // sums of no group
     A mean;          // multiplies the sums
     A entry;         // the last entry where size exceeds what the sums give
 };
@@ -125,9 +126,9 @@ struct Raw {
     bool squared;
 
     __device__ A operator()(i64 k) const {
-        if (k >= (whole ? 1 : v.units)) return v.entry;
+        if (k >= (whole ? 1 : v.units + v.tail)) return v.entry;
         if (whole) return squares * mean;
-        const A x = v.sums[k];
+        const A x = v.sums[k < v.units ? k : (v.groups - 1) * v.units + k];
         return (squared ? x * x : x) * mean;
     }
 };
@@ -154,6 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) average(const Average a
     allow_next_launch();
     const AverageJob& job = args.jobs[blockIdx.x];
     add_groups(job.H);
+    add_groups(job.S);
     const bool norm = job.norm;
     const A total = norm || job.counted ? block_sum(job.H.sums, job.H.units, norm) : A(1);
     const A by = job.counted ? total : A(1);

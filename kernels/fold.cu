@@ -39,6 +39,8 @@ struct FoldJob {
     int stride_z, stride_y, stride_x;
     int padding_z, padding_y, padding_x;
     int dilation_z, dilation_y, dilation_x;
+    A scale;     // multiplies the results; patches only
+    int unused;  // keeps the size a multiple of 8
 };
 
 struct Fold {
@@ -141,7 +143,8 @@ __device__ inline void patches(const FoldJob& job, int number) {
             if (warp == 0)
                 for (int w = 1; w < warps; ++w) mine += partial[place + w][lane];
         }
-        if (used && warp == 0 && from + lane < to) put(job, kernel_row * job.kernel_width + from + lane, mine);
+        if (used && warp == 0 && from + lane < to)
+            put(job, kernel_row * job.kernel_width + from + lane, mine * job.scale);
     }
 }
 

@@ -22,6 +22,9 @@ from cafin_cupy import (
     Conv1d,
     Conv2d,
     Conv3d,
+    ConvTranspose1d,
+    ConvTranspose2d,
+    ConvTranspose3d,
     Embedding,
     GroupNorm,
     InstanceNorm,
@@ -33,6 +36,7 @@ from cafin_cupy import (
     reference,
 )
 from cafin_cupy.layers import Layer
+from cafin_cupy.layers.convolution import ConvTranspose
 
 FRAMEWORKS = [
     "numpy",
@@ -134,6 +138,8 @@ class Case(NamedTuple):
     def layer(self, array: Any = np.zeros) -> Layer:
         """A descriptor whose arrays are `array(shape)`."""
         units = self.weight[-1] if self.kind is TransposedLinear else self.weight[0]
+        if issubclass(self.kind, ConvTranspose):
+            units = self.s[1]
         units = math.prod(self.weight) if issubclass(self.kind, LayerNorm) else units
         return self.kind(array(self.weight), array((units,)) if self.bias else None, **self.options)
 
@@ -195,6 +201,16 @@ def convolutions(draw: Any, least: int = 1, most: int = 3) -> Case:
     return Case(kind, (groups * c_out, c_in, *kernel), draw(st.booleans()), h, s, options)
 
 
+TRANSPOSED = {Conv1d: ConvTranspose1d, Conv2d: ConvTranspose2d, Conv3d: ConvTranspose3d}
+
+
+@st.composite
+def transposed_convolutions(draw: Any) -> Case:
+    """With input and output exchanged."""
+    case = draw(convolutions())
+    return case._replace(kind=TRANSPOSED[case.kind], h=case.s, s=case.h)
+
+
 PIXEL_AXES = {
     **{BatchNorm1d: (0, 1), BatchNorm2d: (2, 2), BatchNorm3d: (3, 3)},
     **dict.fromkeys((GroupNorm, InstanceNorm, SyncBatchNorm), (0, 4)),
@@ -220,7 +236,7 @@ def layer_norms(draw: Any) -> Case:
     return Case(kind, normalized, bias, (*lead, *normalized), (*lead, *normalized))
 
 
-cases = st.one_of(linears(), embeddings(), convolutions(), channel_norms(), layer_norms())
+cases = st.one_of(linears(), embeddings(), convolutions(), transposed_convolutions(), channel_norms(), layer_norms())
 seeds = st.integers(0, 2**16)
 
 # One of each kind for tests that want no search.
@@ -238,6 +254,11 @@ EXAMPLES = [
         (4, 4, 3, 3, 5),
         {"stride": (1, 2, 1), "padding": (0, 1, 0), "groups": 2},
     ),
+    Case(ConvTranspose1d, (4, 3, 3), True, (4, 4, 6), (4, 3, 11), {"stride": 2, "padding": 1}),
+    Case(
+        ConvTranspose2d, (4, 2, 3, 2), True, (4, 4, 4, 6), (4, 4, 7, 6), {"stride": (2, 1), "padding": 1, "groups": 2}
+    ),
+    Case(ConvTranspose3d, (4, 1, 2, 1, 2), True, (4, 4, 3, 3, 5), (4, 2, 4, 5, 6), {"stride": (1, 2, 1), "groups": 2}),
     Case(BatchNorm1d, (3,), True, (4, 3), (4, 3)),
     Case(BatchNorm2d, (3,), True, (4, 3, 5, 2), (4, 3, 5, 2)),
     Case(BatchNorm3d, (3,), True, (4, 3, 2, 5, 2), (4, 3, 2, 5, 2)),

@@ -11,11 +11,23 @@ from helpers import CUDA, LAYOUTS, RAW, Case, Device, bounds, cases, close, conv
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cafin_cupy import AdaFisher, Conv1d, Conv2d, Conv3d, Embedding, LayerNorm, Linear, cuda_factors, reference
+from cafin_cupy import (
+    AdaFisher,
+    Conv1d,
+    Conv2d,
+    Conv3d,
+    ConvTranspose1d,
+    ConvTranspose2d,
+    Embedding,
+    LayerNorm,
+    Linear,
+    cuda_factors,
+    reference,
+)
 from cafin_cupy.arrays import view
 from cafin_cupy.cuda_factors import CudaFactors
 from cafin_cupy.layers import Columns
-from cafin_cupy.layers.convolution import Conv
+from cafin_cupy.layers.convolution import Convolution
 from cafin_cupy.matrix import COLUMN_SUMS_BLOCK, ENOUGH_BLOCKS, LEAST_ROWS, Matrix, matrix, split
 
 
@@ -29,11 +41,11 @@ def read(array: np.ndarray, how: Matrix) -> np.ndarray:
 def sums(columns: Columns, array: np.ndarray, how: Matrix) -> np.ndarray:
     """The raw sums that column_sums and fold would make of it."""
     x = read(array, how)
-    if columns.patches is not None:
+    if columns.patches:
         pixels = np.sum(x**2, axis=0)
-        axes = np.ogrid[tuple(slice(n) for n in (array.shape[1], *columns.patches.image))]
+        axes = np.ogrid[tuple(slice(n) for n in (array.shape[1], *columns.patches[0].image))]
         image = pixels[sum(place * step for place, step in zip(axes, how.steps))]
-        return reference._fold(np, image, columns.patches)
+        return np.concatenate([reference._fold(np, image, patches) for patches in columns.patches])
     return (x**columns.power).sum(axis=0).reshape(how.segments, how.run).sum(axis=1) * columns.scale
 
 
@@ -41,7 +53,9 @@ def in_place(case: Case, layout: str, shape: tuple[int, ...]) -> bool:
     """Layouts that must be read as they lie: samples at any distance, channels_last images."""
     if issubclass(case.kind, (Linear, LayerNorm, Embedding)) and layout == "channels_last":
         return len(shape) not in (3, 4, 5)
-    return layout in ("contiguous", "offset", "channels_last") or (layout == "sliced" and issubclass(case.kind, Conv))
+    return layout in ("contiguous", "offset", "channels_last") or (
+        layout == "sliced" and issubclass(case.kind, Convolution)
+    )
 
 
 IMAGE_NORM = Case(LayerNorm, (3, 4, 5), True, (2, 3, 4, 5), (2, 3, 4, 5))  # its results have the pixels' order
@@ -95,6 +109,7 @@ CALLS = [
     Case(Conv2d, (4, 3, 3, 3), True, (0, 3, 9, 8), (0, 4, 9, 8), {"padding": 1}),
     Case(Conv2d, (6, 1, 3, 2), False, (0, 3, 7, 6), (0, 6, 3, 5), {"stride": (2, 1), "groups": 3}),
     Case(LayerNorm, (11,), True, (0, 5, 11), (0, 5, 11)),
+    Case(ConvTranspose1d, (4, 3, 3), True, (0, 4, 5), (0, 6, 11), {"stride": 2, "groups": 2}),
     Case(Embedding, (9, 4), False, (0, 3), (0, 3, 4)),
 ]
 
@@ -184,6 +199,7 @@ LARGE = [  # several warps for a kernel row; more taps in a row than lanes; many
     Case(Conv1d, (2, 1, 40), True, (2, 2, 5000), (2, 2, 1654), {"stride": 3, "groups": 2}),
     Case(Conv2d, (1, 1, 2, 3), True, (2, 1, 4, 700), (2, 1, 3, 700), {"padding": (0, 1)}),
     Case(Conv3d, (2, 2, 3, 3, 3), True, (300, 2, 6, 7, 8), (300, 2, 3, 4, 4), {"padding": 1, "stride": 2}),
+    Case(ConvTranspose2d, (3, 2, 3, 3), True, (300, 3, 20, 35), (300, 2, 41, 71), {"stride": 2, "groups": 1}),
     Case(Conv3d, (1, 1, 2, 3, 2), False, (2, 1, 5, 40, 70), (2, 1, 4, 38, 69)),
 ]
 

@@ -40,6 +40,7 @@ from cafin_cupy import (
     Conv1d,
     Conv2d,
     Conv3d,
+    ConvTranspose2d,
     Embedding,
     LayerNorm,
     Linear,
@@ -68,6 +69,9 @@ BIG = [
     Case(Conv2d, (64, 1, 3, 3), True, (9, 64, 47, 41), (9, 64, 47, 41), {"padding": 1, "groups": 64}),
     Case(Conv1d, (8, 3, 9), True, (31, 6, 8191), (31, 8, 4096), {"stride": 2, "padding": 4, "groups": 2}),
     Case(Conv3d, (7, 3, 3, 3, 3), True, (5, 3, 17, 47, 41), (5, 7, 9, 24, 21), {"stride": 2, "padding": 1}),
+    Case(
+        ConvTranspose2d, (32, 3, 4, 4), True, (9, 32, 47, 41), (9, 6, 94, 82), {"stride": 2, "padding": 1, "groups": 2}
+    ),
     Case(Embedding, (30011, 37), False, (8, 1031), (8, 1031, 37), {"padding_idx": 0}),
     Case(TransposedLinear, (300, 3), True, (8191, 300), (8191, 3)),
     Case(BatchNorm1d, (1031,), True, (1031, 1031), (1031, 1031)),

@@ -19,6 +19,9 @@ from cafin_cupy import (
     Conv1d,
     Conv2d,
     Conv3d,
+    ConvTranspose1d,
+    ConvTranspose2d,
+    ConvTranspose3d,
     Embedding,
     GroupNorm,
     InstanceNorm,
@@ -40,6 +43,9 @@ SIZES = [
     (Conv2d, (6, 1, 3, 3), {"groups": 3}, (9, 6), (10, 6)),
     (Conv1d, (4, 3, 5), {}, (15, 4), (16, 4)),
     (Conv3d, (6, 2, 3, 2, 1), {"groups": 3}, (12, 6), (13, 6)),
+    (ConvTranspose1d, (4, 3, 5), {}, (4, 15), (5, 18)),
+    (ConvTranspose2d, (6, 2, 3, 2), {"groups": 3}, (6, 12), (7, 18)),
+    (ConvTranspose3d, (6, 1, 3, 2, 1), {"groups": 6}, (6, 6), (7, 12)),
     *((kind, (7,), {}, (2, 7), (2, 7)) for kind in CHANNEL_NORMS),
     (LayerNorm, (7,), {}, (2, 7), (2, 7)),
     (LayerNorm, (2, 3, 4), {}, (2, 24), (2, 24)),
@@ -51,8 +57,8 @@ def test_sizes(kind: type[Layer], weight: Any, options: Any, without: Any, with_
     w = np.zeros(weight)
     layer = kind(w, **options)
     assert (layer.H_size, layer.S_size) == without
-    assert layer.width * layer.S_size == w.size  # the weight as an (S, H) matrix
-    layer = kind(w, np.zeros(layer.S_size), name="it", **options)
+    assert layer.width * layer.S_size == w.size  # the weight as an (S, H) matrix, or an (H, S) one
+    layer = kind(w, np.zeros(layer.outputs), name="it", **options)
     assert (layer.H_size, layer.S_size) == with_bias
     assert (layer.label, layer.weight is w) == ("it", True)
     assert layer.H_size > layer.width  # an entry for the bias
@@ -83,7 +89,7 @@ def test_the_factors_of_a_weight_make_a_matrix_of_it(case: Any) -> None:
     if layer.bias is not None:
         columns, rows = layer.of_bias(H, S)
         assert (len(columns), len(rows)) == (1, layer.bias.size)
-        assert columns[0] == layer.H_size - 1
+        assert (columns[0], rows[-1]) == (layer.H_size - 1, layer.S_size - 1)
 
 
 def test_two_descriptors_are_equal_only_if_they_are_one() -> None:
@@ -134,6 +140,10 @@ REFUSED = [
     (Embedding, (3, 2), {"padding_idx": 3}, ["padding_idx", "below V = 3", "3"]),
     (Embedding, (3, 2), {"padding_idx": -4}, ["padding_idx", "below V = 3", "-4"]),
     (Embedding, (3, 2), {"padding_idx": True}, ["padding_idx", "whole number", "True"]),
+    (ConvTranspose2d, (3, 2), {}, ["weight", "(C_in, C_out/groups, kh, kw)", "(3, 2)"]),
+    (ConvTranspose2d, IMAGE, {"groups": 3}, ["groups", "divides C_in = 4", "3"]),
+    (ConvTranspose2d, IMAGE, {"bias": np.zeros(3)}, ["bias", "2 elements", "(3,)"]),
+    (ConvTranspose2d, IMAGE, {"bias": np.zeros(2), "groups": 2}, ["bias", "4 elements", "(2,)"]),
     (Conv1d, (3, 2), {}, ["weight", "(C_out, C_in/groups, k)", "(3, 2)"]),
     (Conv1d, (3, 2, 1), {"stride": (1, 2)}, ["stride", "one of them", "(1, 2)"]),
     (Conv3d, (3, 2, 1, 1), {}, ["weight", "(C_out, C_in/groups, kd, kh, kw)", "(3, 2, 1, 1)"]),
@@ -172,6 +182,8 @@ MISFITS = [
     (Conv2d(np.zeros((4, 2, 3, 3))), (2, 2, 5, 5), (2, 3, 3, 3)),
     (Conv2d(np.zeros((4, 2, 3, 3))), (2, 5, 5), (4, 3, 3)),
     (Conv1d(np.zeros((4, 2, 3))), (2, 2, 5, 5), (2, 4, 3, 3)),
+    (ConvTranspose2d(np.zeros((4, 2, 3, 3))), (2, 2, 5, 5), (2, 4, 7, 7)),
+    (ConvTranspose2d(np.zeros((4, 2, 3, 3)), groups=2), (2, 4, 5, 5), (2, 2, 7, 7)),
     (Conv3d(np.zeros((4, 2, 3, 3, 3))), (2, 2, 5, 5), (2, 4, 3, 3)),
     (BatchNorm1d(np.zeros(3)), (2, 3, 4, 4), (2, 3, 4, 4)),
     (BatchNorm3d(np.zeros(3)), (2, 3, 4, 4), (2, 3, 4, 4)),

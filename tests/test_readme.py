@@ -23,7 +23,7 @@ def block(mark: str) -> str:
 
 
 def test_every_block_has_its_test():
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
 
 
 def test_pytorch_example():
@@ -42,6 +42,11 @@ def test_plain_array_example_learns(library):
     names = run(block("import cupy as xp").replace("import cupy as xp", f"import {library} as xp"))
     assert names["opt"].backend == ("cuda" if library == "cupy" else "reference")
     assert names["accuracy"] > 0.93  # 10 points below would be a linear model; seeds vary by 1 point
+
+
+def test_example_of_a_layer_of_ones_own():
+    names = run(block("register_layer"))
+    assert names["optimizer"].factors().keys() == {"0", "1"}
 
 
 def test_checkpoint_example(tmp_path, monkeypatch):

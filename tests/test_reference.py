@@ -31,7 +31,7 @@ from helpers import (
 from hypothesis import given
 
 from cafin_cupy import Averaging, CafinTypeError, CafinValueError, Embedding, LayerNorm, Linear, reference
-from cafin_cupy.layers.convolution import Conv
+from cafin_cupy.layers.convolution import Conv, ConvTranspose
 from cafin_cupy.layers.norm import ChannelNorm, Norm
 from cafin_cupy.rule import Hyper
 
@@ -88,6 +88,13 @@ def convolution(case: Case, h: Array, s: Array) -> tuple[list[float], list[float
     return H + [groups / columns] * case.bias, list(S)
 
 
+def transposed_convolution(case: Case, h: Array, s: Array) -> tuple[list[float], list[float]]:
+    """A convolution that reads s, and makes h; but each entry of the bias has what its own channel has."""
+    S, H = convolution(case._replace(bias=False), s, h)
+    own = case.options.get("groups", 1) / math.prod(case.weight[1:]) * np.mean(s**2, axis=(0, *range(2, s.ndim)))
+    return H + [1.0] * case.bias, S + list(own) * case.bias
+
+
 def channel_norm(case: Case, h: Array, s: Array) -> tuple[list[float], list[float]]:
     batch, channels, *image = h.shape
     u = [sum(h[b, c].sum() for b in range(batch)) / math.prod(image) ** 2 for c in range(channels)]
@@ -104,7 +111,14 @@ def layer_norm(case: Case, h: Array, s: Array) -> tuple[list[float], list[float]
 
 
 EXPLICIT: dict[type, Any] = {
-    **{Linear: linear, Embedding: embedding, Conv: convolution, ChannelNorm: channel_norm, LayerNorm: layer_norm}
+    **{
+        Linear: linear,
+        Embedding: embedding,
+        Conv: convolution,
+        ConvTranspose: transposed_convolution,
+        ChannelNorm: channel_norm,
+        LayerNorm: layer_norm,
+    }
 }
 
 

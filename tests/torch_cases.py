@@ -75,6 +75,23 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "conv 3d, same, even kernel": (lambda: nn.Conv3d(2, 3, (2, 3, 4), padding="same"), (2, 2, 4, 3, 5)),
     "conv 3d, circular": (lambda: nn.Conv3d(2, 3, 3, padding=1, padding_mode="circular"), (2, 2, 4, 3, 5)),
     "conv 3d, unbatched": (lambda: nn.Conv3d(3, 4, 2), (3, 4, 3, 5)),
+    "transposed conv 1d": (lambda: nn.ConvTranspose1d(3, 4, 3), (2, 3, 8)),
+    "transposed conv 1d, stride, padding": (
+        lambda: nn.ConvTranspose1d(4, 6, 3, 2, 1, 1, groups=2, dilation=2),
+        (3, 4, 5),
+    ),
+    "transposed conv 2d": (lambda: nn.ConvTranspose2d(3, 4, 3), (2, 3, 5, 4)),
+    "transposed conv 2d, no bias, stride": (
+        lambda: nn.ConvTranspose2d(3, 4, (2, 3), (3, 2), bias=False),
+        (2, 3, 5, 4),
+    ),
+    "transposed conv 2d, groups, padding": (
+        lambda: nn.ConvTranspose2d(4, 6, 3, (2, 3), (1, 2), (0, 1), groups=2),
+        (2, 4, 5, 4),
+    ),
+    "transposed conv 2d, depthwise": (lambda: nn.ConvTranspose2d(3, 3, 2, groups=3), (2, 3, 5, 4)),
+    "transposed conv 2d, unbatched": (lambda: nn.ConvTranspose2d(3, 4, 3), (3, 5, 4)),
+    "transposed conv 3d": (lambda: nn.ConvTranspose3d(2, 4, (2, 1, 3), (1, 2, 2), groups=2), (2, 2, 3, 4, 3)),
     "batch norm 1d": (lambda: nn.BatchNorm1d(4), (5, 4)),
     "batch norm 1d, sequence": (lambda: nn.BatchNorm1d(4), (3, 4, 7)),
     "batch norm 3d": (lambda: nn.BatchNorm3d(4), (3, 4, 2, 5, 3)),

@@ -57,12 +57,15 @@ def record(model: nn.Module) -> Seen:
         return forward
 
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, Conv1D, nn.Embedding, *CONVS, *CHANNEL_NORMS, nn.LayerNorm, nn.RMSNorm)):
+        if isinstance(
+            module, (nn.Linear, Conv1D, nn.Embedding, *CONVS, *TRANSPOSED, *CHANNEL_NORMS, nn.LayerNorm, nn.RMSNorm)
+        ):
             module.register_forward_hook(tap(name), with_kwargs=True)
     return seen
 
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 CHANNEL_NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
@@ -90,6 +93,33 @@ def conv_sums(module: Any, h: Tensor, s: Tensor) -> tuple[Tensor, Tensor, int]:
     return (patches**2).sum((0, 1, 3)).flatten(), (s.flatten(2) ** 2).sum((0, 2)), s.numel() // s.shape[1]
 
 
+def transposed_moments(calls: list[tuple[Any, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Input and output exchanged: the patches are those of the output gradient, around each input pixel."""
+    module = calls[0][0]
+    groups, K, axes = module.groups, module.weight[0].numel(), len(module.kernel_size)
+    H, S, bias, read = 0.0, 0.0, 0.0, 0
+    for _, h, s in calls:
+        h, s = (x if x.dim() == 2 + axes else x.unsqueeze(0) for x in (h, s))
+        reach = [
+            (n - 1) * t + d * (k - 1) + 1 - p
+            for n, t, d, k, p in zip(
+                h.shape[2:], module.stride, module.dilation, module.kernel_size, module.padding, strict=True
+            )
+        ]  # pixels of the output that the last input pixel meets
+        behind = [max(0, end - n) for end, n in zip(reach, s.shape[2:])]
+        around = [x for p, more in reversed(list(zip(module.padding, behind))) for x in (p, more)]
+        patches = patches_of(nn.functional.pad(s, around), module.kernel_size, module.stride, module.dilation)
+        positions = h[0, 0].numel()
+        patches = patches.unflatten(1, (groups, -1))
+        H = H + h.flatten(2).square().sum((0, 2))
+        S = S + patches.square().sum((0, 1, 3)).flatten()
+        bias = bias + s.flatten(2).square().sum((0, 2)) * positions / s[0, 0].numel()
+        read += len(h) * positions
+    if module.bias is None:
+        return H / read, S / (read * K)
+    return torch.cat([H / read, torch.ones(1)]), torch.cat([S, groups * bias]) / (read * K)
+
+
 def raw_moments(calls: list[tuple[Any, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Raw moments (H, S) of all calls of a layer in one step, as the descriptors derive them."""
     module = calls[0][0]
@@ -100,6 +130,8 @@ def raw_moments(calls: list[tuple[Any, Tensor, Tensor]]) -> tuple[Tensor, Tensor
     if isinstance(module, (nn.Linear, Conv1D)):
         h, s = (torch.cat([c[k].reshape(-1, c[k].shape[-1]) for c in calls]) for k in (1, 2))
         H, S, entry = (h**2).mean(0), (s**2).mean(0), 1.0
+    elif isinstance(module, TRANSPOSED):
+        return transposed_moments(calls)
     elif isinstance(module, CONVS):
         sums = [conv_sums(*call) for call in calls]
         n, K = sum(n for *_, n in sums), module.weight[0].numel()

@@ -12,7 +12,7 @@ weight: channels of a group times kernel taps.
 """
 
 from .base import Columns, Layer, Patches, Shape
-from .convolution import Conv1d, Conv2d, Conv3d
+from .convolution import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from .linear import Embedding, Linear, SummedLinear, TransposedLinear
 from .norm import BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, InstanceNorm, LayerNorm, RMSNorm, SyncBatchNorm
 
@@ -24,6 +24,9 @@ __all__ = [
     "Conv1d",
     "Conv2d",
     "Conv3d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
     "Embedding",
     "GroupNorm",
     "InstanceNorm",

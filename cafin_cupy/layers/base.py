@@ -31,6 +31,7 @@ class Patches:
     stride: Three
     padding: Three
     dilation: Three
+    scale: float = 1.0  # multiplies every result
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Columns:
         run: neighbouring columns that share one result.
         power: 2 sums squares, 1 sums the values.
         scale: multiplies every result.
-        patches: if given, the results are per pixel and are still to be folded into kernel taps.
+        patches: if given, the results are per pixel and are still to be folded into kernel taps, by each of them in
+            turn: their results lie one behind the other.
     """
 
     lead: int
@@ -53,7 +55,7 @@ class Columns:
     run: int
     power: int
     scale: float = 1.0
-    patches: Patches | None = None
+    patches: tuple[Patches, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +76,8 @@ class Layer:
             if not hasattr(array, "shape") and not (name == "bias" and array is None):
                 refuse(type(self).__name__, name, "be an array", type(array).__name__, kind=CafinTypeError)
         self._check(tuple(self.weight.shape))
-        if self.bias is not None and math.prod(self.bias.shape) != self.S_size:
-            refuse(type(self).__name__, "bias", f"have {self.S_size} elements", f"shape {tuple(self.bias.shape)}")
+        if self.bias is not None and math.prod(self.bias.shape) != self.outputs:
+            refuse(type(self).__name__, "bias", f"have {self.outputs} elements", f"shape {tuple(self.bias.shape)}")
 
     def _check(self, shape: Shape) -> None:
         raise NotImplementedError
@@ -101,6 +103,21 @@ class Layer:
     @property
     def S_size(self) -> int:
         return self.shape[0]
+
+    @property
+    def outputs(self) -> int:
+        """Entries of a bias."""
+        return self.S_size
+
+    @property
+    def shares(self) -> tuple[int, int]:
+        """Groups whose sums of (H, S) the kernels keep apart, and average adds up."""
+        return 1, 1
+
+    @property
+    def tail(self) -> int:
+        """Entries of S for the bias alone, behind those for the weight."""
+        return 0
 
     @property
     def width(self) -> int:

@@ -105,7 +105,7 @@ class Conv(Convolution):
         return s[0] * math.prod(s[2:])
 
     def columns(self, h: Shape, s: Shape) -> tuple[Columns, Columns]:
-        pixels = Columns(1, h[0], math.prod(h[1:]), 1, 2, patches=self._patches(h, s))
+        pixels = Columns(1, h[0], math.prod(h[1:]), 1, 2, patches=(self._patches(h, s),))
         return pixels, Columns(1, s[0], s[1], math.prod(s[2:]), 2)
 
     def mean(self, count: int) -> tuple[float, float]:
@@ -113,6 +113,10 @@ class Conv(Convolution):
 
     def bias_entry(self, count: int, units: int) -> float | None:
         return None if self.bias is None else self.groups / self.taps
+
+    @property
+    def shares(self) -> tuple[int, int]:
+        return self.groups, 1
 
 
 class Conv1d(Conv):
@@ -132,5 +136,93 @@ class Conv2d(Conv):
 class Conv3d(Conv):
     """3-d convolution. `weight` (C_out, C_in/groups, kd, kh, kw), `bias` (C_out,) or None; h (B, C_in, D, H, W),
     s (B, C_out, OD, OH, OW). The factors are those of `Conv`."""
+
+    axes = 3
+
+
+class ConvTranspose(Convolution):
+    """A transposed convolution is a convolution with input and output exchanged, and so are its factors: the weight
+    (C_in, C_out/g, ...) multiplies the input, and its K = C_out/g * taps columns meet the output. Positions are batch
+    and input pixels, x is h, and s is the zero-padded patch of the output gradient around the position, in the order
+    (c, taps). Groups share S as they share columns:
+
+        H = sum over batch and positions of h² / (B * positions),  an entry for each input channel, and 1 with a bias
+        S = sum over batch, groups and positions of (patch of s)² / (B * positions * K)
+
+    The weight's rows vector is H, its columns vector S. The bias adds to each output pixel once, whatever the taps, so
+    it has entries of S of its own behind those K, one for each output channel. They are means over output pixels,
+    divided as the others are, so that one normalisation serves both: g / K * mean of s². That is what a tap would have
+    that meets each output pixel once.
+    """
+
+    def _channels(self) -> tuple[str, str]:
+        return "C_in", "C_out/groups"
+
+    @property
+    def _in_out(self) -> tuple[int, int]:
+        return self.shape[0], self.shape[1] * self.groups
+
+    @property
+    def outputs(self) -> int:
+        return self.shape[1] * self.groups
+
+    @property
+    def H_size(self) -> int:
+        return self.width + (self.bias is not None)
+
+    @property
+    def S_size(self) -> int:
+        return self.taps + self.tail
+
+    @property
+    def width(self) -> int:
+        return self.shape[0]
+
+    @property
+    def shares(self) -> tuple[int, int]:
+        return 1, self.groups
+
+    @property
+    def tail(self) -> int:
+        return 0 if self.bias is None else self.outputs
+
+    def of_weight(self, H: Any, S: Any) -> tuple[Any, Any]:
+        return S[: self.taps], H[: self.width]
+
+    def of_bias(self, H: Any, S: Any) -> tuple[Any, Any]:
+        return H[self.width :], S[self.taps :]
+
+    def count(self, h: Shape, s: Shape) -> int:
+        return h[0] * math.prod(h[2:])
+
+    def columns(self, h: Shape, s: Shape) -> tuple[Columns, Columns]:
+        read, made = math.prod(h[2:]), math.prod(s[2:])
+        patches = [self._patches(s, h)]
+        if self.bias is not None:  # a kernel of one tap meets each pixel once; the count that divides is of `read`
+            image, one, none = _three(s[2:], 1), (1, 1, 1), (0, 0, 0)
+            patches.append(Patches(s[1], 1, image, image, one, one, none, one, self.groups * read / max(1, made)))
+        return Columns(1, h[0], h[1], read, 2), Columns(1, s[0], s[1] * made, 1, 2, patches=tuple(patches))
+
+    def mean(self, count: int) -> tuple[float, float]:
+        return 1.0 / count, 1.0 / (count * self.taps)
+
+
+class ConvTranspose1d(ConvTranspose):
+    """1-d transposed convolution. `weight` (C_in, C_out/groups, k), `bias` (C_out,) or None; h (B, C_in, L),
+    s (B, C_out, OL). The factors are those of `ConvTranspose`."""
+
+    axes = 1
+
+
+class ConvTranspose2d(ConvTranspose):
+    """2-d transposed convolution. `weight` (C_in, C_out/groups, kh, kw), `bias` (C_out,) or None; h (B, C_in, H, W),
+    s (B, C_out, OH, OW). The factors are those of `ConvTranspose`."""
+
+    axes = 2
+
+
+class ConvTranspose3d(ConvTranspose):
+    """3-d transposed convolution. `weight` (C_in, C_out/groups, kd, kh, kw), `bias` (C_out,) or None;
+    h (B, C_in, D, H, W), s (B, C_out, OD, OH, OW). The factors are those of `ConvTranspose`."""
 
     axes = 3

@@ -1,0 +1,169 @@
+"""Layers of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from helpers import RAW  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch_helpers import near, torch_device, weighted  # noqa: E402, F401
+
+from cafin_cupy import CafinTypeError, Linear, RMSNorm, TransposedLinear  # noqa: E402
+from cafin_cupy.adapters import torch_kinds  # noqa: E402
+from cafin_cupy.adapters.torch import AdaFisher, register_layer  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test registers is forgotten after it."""
+    monkeypatch.setattr(torch_kinds, "_KINDS", dict(torch_kinds._KINDS))
+    yield
+
+
+class LlamaRMSNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+
+
+def test_a_norm_of_ones_own_equals_torchs(device: str) -> None:
+    register_layer(LlamaRMSNorm, lambda module, name: RMSNorm(module.weight, name=name))
+    x = torch.randn(4, 5, 6, device=device)
+    factors = []
+    for norm in (LlamaRMSNorm(6), nn.RMSNorm(6, eps=1e-6)):
+        model = nn.Sequential(norm).to(device)
+        optimizer = AdaFisher(model, TCov=1, averaging=RAW)
+        weighted(model(x)).backward()
+        optimizer.step()
+        factors.append(optimizer.factors()["0"])
+    for one, other in zip(*factors):
+        near(one, other)
+
+
+class Gated(nn.Module):
+    """Returns a pair, of which the layer's output is the second, and takes its input by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.shift = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.zeros(3))
+
+    def forward(self, gate: Tensor, *, states: Tensor) -> tuple[Tensor, Tensor]:
+        out = states.transpose(0, 1) @ self.matrix + self.shift
+        return gate, out.transpose(0, 1)
+
+
+def gated(**options: Any) -> None:
+    register_layer(
+        Gated,
+        lambda module, name: TransposedLinear(module.matrix, module.shift, name=name),
+        take=lambda module, args, kwargs, output: (kwargs["states"], output[1]),
+        **options,
+    )
+
+
+def test_input_and_output_are_taken_as_told(device: str) -> None:
+    seen = []
+    gated(arrange=lambda module, h, s: (seen.append(module) or h.flatten(0, 1), s.flatten(0, 1)))
+    model = Gated().to(device)
+    optimizer = AdaFisher(model, TCov=1, averaging=RAW)
+    h, scale = torch.randn(4, 2, 5, device=device), torch.randn(4, 2, 3, device=device)
+    (model(torch.ones(1, device=device), states=h)[1] * scale).sum().backward()
+    optimizer.step()
+    H, S = optimizer.factors()[""]
+    near(H, torch.cat([h.double().flatten(0, 1).square().mean(0), torch.ones(1, device=device)]))
+    near(S, scale.double().flatten(0, 1).square().mean(0))
+    assert seen == [model]
+
+
+def test_the_script_may_overwrite_the_input(device: str) -> None:
+    """Nothing is known of what autograd keeps of it, so we keep a copy."""
+
+    class Copying(LlamaRMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.clone())
+
+    register_layer(Copying, lambda module, name: RMSNorm(module.weight, name=name))
+    model = Copying(6).to(device)
+    optimizer = AdaFisher(model, TCov=1, averaging=RAW)
+    x = torch.randn(4, 6, device=device)
+    read = x.double().sum(0).square().sum() / 16
+    loss = weighted(model(x))
+    x.zero_()
+    loss.backward()
+    optimizer.step()
+    near(optimizer.factors()[""][0][0], read)
+
+
+class Special(nn.Linear):
+    pass
+
+
+class VerySpecial(Special):
+    pass
+
+
+def test_the_nearest_type_wins() -> None:
+    kinds = {}
+
+    def describe(label: str) -> Any:
+        def described(module: Any, name: str) -> Linear:
+            kinds[name] = label
+            return Linear(module.weight, module.bias, name=name)
+
+        return described
+
+    register_layer(Special, describe("Special"))
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": Special(2, 2), "c": VerySpecial(2, 2)})
+    assert set(AdaFisher(model).factors()) == {"a", "b", "c"}
+    assert kinds == {"b": "Special", "c": "Special"}
+    register_layer(VerySpecial, describe("VerySpecial"))
+    register_layer(Special, describe("again"))
+    AdaFisher(model)
+    assert kinds == {"b": "again", "c": "VerySpecial"}
+
+
+def test_a_module_may_have_no_factors() -> None:
+    """As told, or because its weight is no parameter."""
+    register_layer(Special, lambda module, name: None)
+    with pytest.warns(UserWarning, match="no factors .F = 1. for 0.weight, 0.bias$"):
+        assert AdaFisher(nn.Sequential(Special(2, 2), nn.Linear(2, 2))).factors().keys() == {"1"}
+    register_layer(Special, lambda module, name: Linear(module.weight * 1.0, name=name))
+    with pytest.warns(UserWarning, match="no factors .F = 1. for 0.weight, 0.bias$"):
+        assert AdaFisher(nn.Sequential(Special(2, 2), nn.Linear(2, 2))).factors().keys() == {"1"}
+
+
+def test_a_layer_without_a_name_has_its_modules() -> None:
+    register_layer(LlamaRMSNorm, lambda module, name: RMSNorm(module.weight))
+    assert AdaFisher(nn.Sequential(LlamaRMSNorm(3))).factors().keys() == {"0"}
+
+
+REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "an object": ((nn.Linear(2, 2), len), {}, "`module_type` must be a subclass of torch.nn.Module"),
+    "another class": ((dict, len), {}, "`module_type` must be a subclass of torch.nn.Module, got <class 'dict'>"),
+    "no function": ((Special, Linear(torch.ones(2, 2))), {}, "`describe` must be a function, got Linear"),
+    "take": ((Special, len), {"take": 3}, "`take` must be a function, got int"),
+    "arrange": ((Special, len), {"arrange": "mean"}, "`arrange` must be a function, got str"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    arguments, options, words = REFUSED[name]
+    with pytest.raises(CafinTypeError, match="register_layer: ") as caught:
+        register_layer(*arguments, **options)
+    assert words in str(caught.value)
+    assert Special not in torch_kinds._KINDS
+
+
+def test_a_description_that_is_none_is_refused() -> None:
+    register_layer(Special, lambda module, name: module.weight)
+    with pytest.raises(CafinTypeError, match="`describe of Special` must return a layer descriptor or None, got Param"):
+        AdaFisher(nn.Sequential(Special(2, 2)))
