@@ -118,12 +118,17 @@ def average(F: Any, raw: Any, averaging: Averaging) -> Any:
     return averaging.keep * F + averaging.add * xp.astype(x, F.dtype)
 
 
+def broken(H_raw: Any, S_raw: Any) -> Any:
+    """True, as an array without axes, if either raw moment of a layer holds a NaN."""
+    xp = array_namespace(H_raw)
+    return xp.any(xp.isnan(H_raw)) | xp.any(xp.isnan(S_raw))
+
+
 def refresh(H: Any, S: Any, H_raw: Any, S_raw: Any, averaging: Averaging) -> tuple[Any, Any]:
-    """Both factors of a layer after one sampled step; as they were if either raw moment holds a NaN, which an average
-    would never forget."""
-    xp = array_namespace(H)
-    broken = xp.any(xp.isnan(H_raw)) | xp.any(xp.isnan(S_raw))
-    return xp.where(broken, H, average(H, H_raw, averaging)), xp.where(broken, S, average(S, S_raw, averaging))
+    """Both factors of a layer after one sampled step; as they were if its moments are `broken`, as an average would
+    never forget a NaN."""
+    xp, keep = array_namespace(H), broken(H_raw, S_raw)
+    return xp.where(keep, H, average(H, H_raw, averaging)), xp.where(keep, S, average(S, S_raw, averaging))
 
 
 def effective(F: Any, averaging: Averaging) -> Any:
