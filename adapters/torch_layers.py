@@ -47,6 +47,24 @@ _DESCRIBE: dict[type[nn.Module], Callable[[str, Any, Tensor, Tensor | None], Lay
 }
 
 
+def find_layers(model: nn.Module) -> tuple[list[Layer], list[tuple[str, nn.Module, int, Layer]]]:
+    """Descriptors in module order, and (name, module, place of its factors, descriptor) of each layer. Modules that
+    hold the same weight and bias share the factors of the first."""
+    layers: list[Layer] = []
+    modules: list[tuple[str, nn.Module, int, Layer]] = []
+    shared: dict[Any, int] = {}
+    for name, module in model.named_modules():
+        layer = describe(name, module)
+        if layer is None:
+            continue
+        key = (type(layer), id(layer.weight), id(layer.bias), getattr(layer, "groups", 1))
+        if key not in shared:
+            shared[key] = len(layers)
+            layers.append(layer)
+        modules.append((name, module, shared[key], layer))
+    return layers, modules
+
+
 class Tap:
     """Forward hook of one layer, which catches its input and output gradient.
 

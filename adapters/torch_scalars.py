@@ -38,6 +38,13 @@ def unscaling(optimizer: AdaFisher) -> tuple[float, float] | None:
     return 1.0, 1.0
 
 
+def forget_scale(optimizer: AdaFisher) -> None:
+    """After a step that has raised: a `GradScaler` takes back what it has set for the step only if all went well, and
+    would multiply its next scale by what is left."""
+    for name in ("found_inf", "grad_scale"):
+        optimizer.__dict__.pop(name, None)
+
+
 def checked_hyper(optimizer: AdaFisher, where: str, group: Mapping[str, Any]) -> Hyper:
     """The scalars of a parameter group; those that were checked before are looked up."""
     key = lr, beta, Lambda, weight_decay = (group["lr"], group["beta"], group["Lambda"], group["weight_decay"])

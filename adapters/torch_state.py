@@ -1,4 +1,4 @@
-"""State dicts: the factors in them, and the checks before anything is taken over."""
+"""State dicts: the factors in them, and the checks before anything is taken over. And what copies keep besides."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cafin_cupy.errors import CafinTypeError, refuse
+from cafin_cupy.errors import CafinError, CafinTypeError, refuse
 from cafin_cupy.rule import whole
 
 from .torch_scalars import SCALARS, checked_hyper
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .torch import AdaFisher
 
 KEYS = ("state", "param_groups", "H_D", "S_D", "steps")
+KEPT = ("model", "_TCov", "averaging", "steps", "capturable", "grad_scaler", "error_if_nonfinite", "_requested")
 
 
 def with_factors(optimizer: AdaFisher, state: dict[str, Any]) -> dict[str, Any]:
@@ -55,8 +56,33 @@ def take_over(optimizer: AdaFisher, state_dict: Mapping[str, Any], load: Callabl
             state["exp_avg"] = state["exp_avg"].clone()  # torch shares it with the caller's dict
     for (_, _, index, _), pair in reversed(list(zip(optimizer._modules, pairs))):  # the first of shared modules wins
         factors.load(index, *pair)
+    factors.count_from(None)
     factors.discard()
     optimizer._count_steps(int(state_dict["steps"]))
+
+
+def copied(optimizer: AdaFisher) -> tuple[Any, ...]:
+    """What a copy of the optimizer takes along beside torch's part."""
+    if optimizer._kept_factors is not None and optimizer._kept_factors.pending:
+        raise CafinError(
+            f"{type(optimizer).__name__}: a copy must be made between steps, got one between backward and step; "
+            "call step() or zero_grad() first"
+        )
+    factors = optimizer._factors
+    mine = {name: optimizer.__dict__[name] for name in KEPT}
+    return mine, list(factors.H), list(factors.S), list(factors.skipped)
+
+
+def go_on_from(optimizer: AdaFisher, ours: tuple[Any, ...]) -> None:
+    """Make a copy of what `copied` has told."""
+    mine, H, S, skipped = ours
+    optimizer.__dict__.update(mine)
+    optimizer._reset()
+    optimizer._find_layers()
+    for index, pair in enumerate(zip(H, S)):
+        optimizer._factors.load(index, *pair)
+    optimizer._factors.count_from(skipped)
+    optimizer._attach()
 
 
 def check_state(where: str, state_dict: Any, param_groups: list[dict[str, Any]]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import reference
-    from .errors import BackendError, CafinError, CafinTypeError, CafinValueError
+    from .errors import BackendError, CafinError, CafinTypeError, CafinValueError, NonFiniteError
     from .layers import BatchNorm2d, Conv2d, LayerNorm, Linear
     from .optimizer import AdaFisher
     from .rule import Averaging
@@ -30,6 +30,7 @@ _HOME = {
     "Conv2d": "layers",
     "LayerNorm": "layers",
     "Linear": "layers",
+    "NonFiniteError": "errors",
     "fused_step": "update",
 }
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Conv2d",
     "LayerNorm",
     "Linear",
+    "NonFiniteError",
     "__version__",
     "fused_step",
     "reference",

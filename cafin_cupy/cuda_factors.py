@@ -17,19 +17,12 @@ import numpy as np
 from array_api_compat import array_namespace
 
 from . import table
-from .arrays import (
-    View,
-    allocate,
-    copy_like,
-    current_stream,
-    item_size,
-    order,
-    view,
-)
+from .arrays import View, allocate, copy_like, current_stream, item_size, order, view
 from .errors import refuse
 from .factors import Factors
 from .layers import Columns, Layer
 from .matrix import COLUMN_SUMS_BLOCK, Matrix, matrix, split
+from .reference import RawSums
 from .rule import Averaging
 from .runtime import Arguments, Launch, prepare
 from .unchanged import Unchanged, version
@@ -184,9 +177,8 @@ class CudaFactors(Factors):
             like, count = self.H[0], len(self.layers)
             self._fold_table = table.DeviceTable(table.FoldJob, 2 * count, like, device)
             self._average_table = table.DeviceTable(table.AverageJob, count, like, device)
-            self._pointers = [
-                [view(a[i]).ptr for a in (self.H, self.H_effective, self.S, self.S_effective)] for i in range(count)
-            ]
+            state = (self.H, self.H_effective, self.S, self.S_effective, self.skipped)
+            self._pointers = [[view(a[i]).ptr for a in state] for i in range(count)]
         self._fold_key: Any = None
         self._fold_shares: Any = None
         self._held: list[Any] = []  # what CUDA graphs read
@@ -327,6 +319,8 @@ class CudaFactors(Factors):
         """Fold all partial sums, in one launch."""
         self.flush()
         unfolded = [sums for sums in self._sums if sums.unfolded]
+        if not unfolded:
+            return
         for sums in unfolded:
             for half in sums.halves:
                 half.room(sums.folded)
@@ -347,6 +341,18 @@ class CudaFactors(Factors):
         for sums in unfolded:
             sums.unfolded, sums.folded = False, True
 
+    def sums(self) -> list[tuple[int, RawSums]]:
+        if not self.layers:
+            return []
+        self._fold_all(current_stream(self.H[0], self.device))
+        return [(index, self._raw_sums(index)) for index, sums in enumerate(self._sums) if sums.count]
+
+    def _raw_sums(self, index: int) -> RawSums:
+        """What the kernels have summed, as the reference takes it."""
+        H, S = (half.sums[: half.units] for half in self._sums[index].halves)
+        xp, groups = array_namespace(H), getattr(self.layers[index], "groups", 1)
+        return RawSums(xp.sum(xp.reshape(H, (groups, -1)), axis=0), S, self._sums[index].count)
+
     def update(self, grad_scale: float = 1.0) -> None:
         self.flush()  # which may drop a layer
         seen = [index for index, sums in enumerate(self._sums) if sums.count]
@@ -366,19 +372,14 @@ class CudaFactors(Factors):
             self._average_table.upload(stream)
             self._average_key = key
         rule = self.averaging
-        self._average_arguments.values[...] = (
-            self._average_table.ptr,
-            rule.keep,
-            rule.add,
-            rule.normalize == "after",
-            0,
-        )
+        after = rule.normalize == "after"
+        self._average_arguments.values[...] = (self._average_table.ptr, rule.keep, rule.add, after, 0)
         self._average(self._average_arguments, len(seen), stream)
         self.discard()
 
     def _average_job(self, index: int, grad_scale: float) -> Any:
         sums, layer = self._sums[index], self.layers[index]
-        H, H_effective, S, S_effective = self._pointers[index]
+        H, H_effective, S, S_effective, skipped = self._pointers[index]
         h, s = sums.halves
         groups = getattr(layer, "groups", 1)
         H_mean, S_mean = layer.mean(sums.count)
@@ -386,8 +387,7 @@ class CudaFactors(Factors):
         return (
             (h.ptr, H, H_effective, h.units // groups, layer.H_size, groups, H_mean, entry or 0.0),
             (s.ptr, S, S_effective, s.units, layer.S_size, 1, S_mean / grad_scale / grad_scale, 0.0),
-            layer.norm,
-            0,
+            *(skipped, layer.norm, 0),
         )
 
     def discard(self) -> None:

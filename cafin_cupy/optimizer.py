@@ -12,6 +12,7 @@ from .backend import choose
 from .errors import CafinError, CafinTypeError, refuse
 from .factors import Factors, ReferenceFactors
 from .layers import Layer
+from .nonfinite import raw_moments, refuse_nonfinite
 from .rule import DEFAULT_GAMMA, Averaging, Hyper, at_least, whole
 from .spread import SpreadFactors
 from .update import (
@@ -83,6 +84,8 @@ class AdaFisher:
         decoupled: False for AdaFisher, True for AdaFisherW.
         averaging: "parity", "paper" or an `Averaging`.
         backend: "cuda", "reference", or None to choose.
+        error_if_nonfinite: `step` looks at the gradients first, and on a sampled step at the layers' raw moments, and
+            raises a `NonFiniteError` if one is inf or NaN. It waits for the device then. May be changed between steps.
 
     Attributes:
         steps: completed steps.
@@ -107,8 +110,10 @@ class AdaFisher:
         decoupled: bool = False,
         averaging: str | Averaging = "parity",
         backend: str | None = None,
+        error_if_nonfinite: bool = False,
     ) -> None:
         where = "AdaFisher"
+        self.error_if_nonfinite = bool(error_if_nonfinite)
         self.lr, self.beta, self.Lambda, self.weight_decay, self.decoupled = lr, beta, Lambda, weight_decay, decoupled
         self._hyper(where)
         self.TCov = TCov
@@ -219,12 +224,17 @@ class AdaFisher:
     def step(self, grads: Any, *, grad_scale: float = 1.0) -> None:
         """Update parameters and momenta in place, and the factors first if the step is sampled.
 
+        A gradient that is inf or NaN goes into its own elements of momentum and parameter, and stays there. A layer
+        whose raw moments hold a NaN keeps its factors, and `skipped_refreshes` counts it.
+
         Args:
             grads: gradients in the structure of `params`, one for each; strided ones are copied.
             grad_scale: factor that the loss was multiplied by; divided out of gradients and factors.
 
         Raises:
             CafinError: an argument is refused; nothing has been changed then.
+            NonFiniteError: see `error_if_nonfinite`; nothing has been changed then, and what `accumulate` has added is
+                still there.
         """
         where = "step"
         hyper = self._hyper(where)
@@ -235,6 +245,10 @@ class AdaFisher:
             near = [beside(v.owner, p, where, "grads") for v, p in zip(g, self._arrays)]
         else:
             held = [matching(a, b) for a, b in zip(g, self._p)]
+        if self.error_if_nonfinite:
+            found = [(f"gradient of {name}", v.owner) for (name, _), v in zip(self._named, g)]
+            found += raw_moments(self._factors, scale) if self.samples else []
+            refuse_nonfinite(where, found, "call discard() and leave the batch out")
         if self.samples:
             self._factors.update(scale)
         t = self.steps + 1
@@ -252,6 +266,13 @@ class AdaFisher:
         names = (layer.name or str(index) for index, layer in enumerate(self._layers))
         return dict(zip(names, zip(self._factors.H, self._factors.S)))
 
+    def skipped_refreshes(self) -> dict[str, int]:
+        """{layer name, as in `factors`: how many refreshes of its factors a NaN in its raw moments has prevented}.
+
+        Counted on the device; reading it waits. Copies go on from it, while `load_state_dict` starts again from 0.
+        """
+        return dict(zip(self.factors(), self._factors.skips()))
+
     def state_dict(self) -> dict[str, Any]:
         """`steps`, `momenta`, and `H`, `S` in the order of `layers`: the arrays themselves, not copies."""
         return {
@@ -267,21 +288,23 @@ class AdaFisher:
                 "AdaFisher: a copy must be made between steps, got sums that wait for one; "
                 "call step() or discard() first"
             )
-        names = ("lr", "beta", "Lambda", "TCov", "weight_decay", "decoupled", "averaging")
+        names = ("lr", "beta", "Lambda", "TCov", "weight_decay", "decoupled", "averaging", "error_if_nonfinite")
         options = {name: getattr(self, name) for name in names}
         return {
             "params": self._params,
             "layers": self._layers,
             "options": {**options, "backend": self._asked},
             "state": self.state_dict(),
+            "skipped": self._factors.skipped,
         }
 
     def __setstate__(self, copied: dict[str, Any]) -> None:
         self.__init__(copied["params"], copied["layers"], **copied["options"])  # type: ignore[misc]
         self.load_state_dict(copied["state"])
+        self._factors.count_from(copied["skipped"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy a `state_dict` into this optimizer's arrays. `state` is not changed.
+        """Copy a `state_dict` into this optimizer's arrays. `state` is not changed; `skipped_refreshes` starts at 0.
 
         Raises:
             CafinError: it does not fit; nothing has been changed then.
@@ -297,6 +320,7 @@ class AdaFisher:
             target[...] = given
         for index, pair in enumerate(zip(copies["H"], copies["S"])):
             self._factors.load(index, *pair)
+        self._factors.count_from(None)
         self._factors.discard()
         self.steps = steps
 
@@ -315,4 +339,8 @@ class AdaFisher:
             if v.dtype not in FLOATS:
                 refuse(where, name, f"be one of {', '.join(FLOATS)}", v.dtype, kind=CafinTypeError)
             fitting.append(beside(array, target, where, name))
+            if key != "momenta":
+                xp = array_namespace(fitting[-1])
+                if not bool(xp.all((fitting[-1] >= 0) & xp.isfinite(fitting[-1]))):
+                    refuse(where, name, "hold finite numbers >= 0", "others", "the run that saved it had diverged")
         return fitting

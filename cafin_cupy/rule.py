@@ -46,7 +46,8 @@ def whole(where: str, name: str, value: object, bound: int) -> int:
 
 @dataclass(frozen=True)
 class Averaging:
-    """How a factor follows its raw moments: `F <- keep * F + add * x`, from ones.
+    """How a factor follows its raw moments: `F <- keep * F + add * x`, from ones. With
+    `keep + add <= 1` it never exceeds the largest of those and of the moments.
 
     Attributes:
         keep: weight of the old factor, in [0, 1].
@@ -114,6 +115,16 @@ class Hyper:
     Lambda: float
     weight_decay: float
     decoupled: bool
+
+    @property
+    def l2(self) -> float:
+        """What multiplies `p` in the gradient."""
+        return 0.0 if self.decoupled else self.weight_decay
+
+    @property
+    def decay(self) -> float:
+        """What multiplies `p` in the step."""
+        return self.lr * self.weight_decay if self.decoupled else 0.0
 
     @classmethod
     def checked(

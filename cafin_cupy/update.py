@@ -24,10 +24,11 @@ from .arrays import (
 from .backend import choose
 from .cuda_update import CudaUpdate, Layout, layout, scalars
 from .errors import CafinTypeError, refuse
+from .nonfinite import refuse_nonfinite
 from .rule import Hyper, whole
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-
+SKIP = "leave the batch out"
 
 Kind = TypeVar("Kind", bound=Hashable)
 
@@ -61,6 +62,7 @@ def fused_step(
     step: int | Sequence[int] = 1,
     backend: str | None = None,
     stream: Any = None,
+    error_if_nonfinite: bool = False,
 ) -> None:
     """One AdaFisher update of all parameters, in place, in one kernel launch.
 
@@ -81,9 +83,11 @@ def fused_step(
         step: 1-based number of the update, one for all or a list with one for each parameter.
         backend: "cuda", "reference", or None to choose.
         stream: CUDA stream or its address; the current stream of the framework that owns the first parameter if None.
+        error_if_nonfinite: look at the gradients first; waits for the device.
 
     Raises:
         CafinError: an argument is refused; nothing has been changed then.
+        NonFiniteError: with `error_if_nonfinite`, a gradient is inf or NaN; nothing has been changed then.
     """
     where = "fused_step"
     hyper = Hyper.checked(where, lr, beta, Lambda, weight_decay, decoupled)
@@ -102,6 +106,7 @@ def fused_step(
     mine = [(name, v) for (name, _), v in zip(named, p)] + named_views("momenta", m)
     read = [(f"factors[{k}].{letter}", f) for k, pair in enumerate(pairs) if pair for letter, f in zip("HS", pair)]
     refuse_overlap(where, mine, named_views("grads", g) + read)
+    looked_at = [(f"gradient of {name}", v.owner) for (name, _), v in zip(named, g)] if error_if_nonfinite else []
 
     if choose(backend, p[0].device, {v.dtype for v in p}, where) == "reference":
         calls = []
@@ -111,6 +116,7 @@ def fused_step(
             momentum = beside(c.owner, target, where, "momenta", written=True)
             given = pair and tuple(beside(f.owner, target, where, "factors") for f in pair)
             calls.append((target, grad, momentum, given, hyper, t))
+        refuse_nonfinite(where, looked_at, SKIP)
         for call in calls:
             reference_update(*call)
         return
@@ -125,6 +131,7 @@ def fused_step(
     with on_stream(p[0].owner, device, stream), _one_call:
         held = [matching(a, b) for a, b in zip(g, p)]
         launch = _launcher((tuple(layouts), tuple(pointers), device, address), p[0].owner)
+        refuse_nonfinite(where, looked_at, SKIP)
         launch([v.ptr for v in p], [v.ptr for v in held], [v.ptr for v in m], sets, which, address)
 
 

@@ -48,7 +48,9 @@ def test_signature_is_that_of_the_public_implementation() -> None:
         ("weight_decay", 0),
         ("dist", False),
     ]
-    assert {p.name for p in parameters[8:]} == {"averaging", "backend", "capturable", "grad_scaler"}
+    assert {p.name for p in parameters[8:]} == {
+        *("averaging", "backend", "capturable", "grad_scaler", "error_if_nonfinite")
+    }
     assert {p.kind for p in parameters[8:]} == {inspect.Parameter.KEYWORD_ONLY}
 
 

@@ -422,6 +422,7 @@ def test_a_hook_that_changes_a_gradient_in_place_is_noticed() -> None:
     one.step()
     assert all(map(torch.equal, before, one.factors()["0"]))
     assert not torch.equal(one.factors()["3"][0], torch.ones_like(one.factors()["3"][0]))
+    assert not any(one.skipped_refreshes().values())  # which tell of NaN alone
     other.load_state_dict(one.state_dict())
     other.model.load_state_dict(one.model.state_dict())
     for optimizer in (one, other):

@@ -181,6 +181,8 @@ def everything(optimizer: AdaFisher) -> dict[str, Any]:
         found[f"momentum of {name}"] = state["exp_avg"].clone() if "exp_avg" in state else torch.zeros_like(p)
     for name, pair in optimizer.factors().items():
         found[f"H of {name}"], found[f"S of {name}"] = (f.clone() for f in pair)
+    for name, count in optimizer.skipped_refreshes().items():
+        found[f"skipped of {name}"] = count
     return found
 
 
