@@ -91,6 +91,11 @@ def torch_of(array: Any) -> Any:
     return torch if torch is not None and isinstance(array, torch.Tensor) else None
 
 
+def wraps_others(tensor: Any) -> bool:
+    """True of a torch tensor whose values lie in other tensors: a DTensor (FSDP2, tensor parallel), a quantized one."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
 def known(array: Any, where: str, name: str) -> Any:
     """`array` itself if the reference can compute on it and write to it, else a NumPy or CuPy array on its memory."""
     from array_api_compat import is_array_api_obj

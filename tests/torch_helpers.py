@@ -197,6 +197,23 @@ def assert_same(a: AdaFisher, b: Any, tolerance: float = 0.0) -> None:
             assert torch.equal(value, other[name]), name
 
 
+def assert_equal_trees(a: Any, b: Any) -> None:
+    """Two state dicts agree, in tensors, types and structure."""
+    assert type(a) is type(b)
+    if isinstance(a, Tensor):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, check_layout=True)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_equal_trees(a[key], b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b):
+            assert_equal_trees(x, y)
+    else:
+        assert a is b or a == b
+
+
 @contextmanager
 def refused(optimizer: AdaFisher, *words: str) -> Iterator[None]:
     """The block raises a CafinError that holds all `words`, and changes nothing."""
