@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cafin_cupy.arrays import torch_view
+from cafin_cupy.arrays import torch_view, wraps_others
 from cafin_cupy.backend import choose_for_all, requested
 from cafin_cupy.errors import BackendError, CafinError, CafinTypeError, refuse
 from cafin_cupy.factors import Factors
@@ -98,6 +98,8 @@ class AdaFisher(torch.optim.Optimizer):
         if not parameters:
             refuse(where, "model", "have parameters", "none")
         for name, p in model.named_parameters():
+            if wraps_others(p):
+                torch_view(p, where, f"model ({name})")  # refuses it
             if p.is_meta or (p.requires_grad and not p.is_floating_point()):
                 got = f"{p.dtype} on {p.device}"
                 refuse(

@@ -160,6 +160,9 @@ def torch_view(tensor: Any, where: str, name: str) -> View:
     """`view` of a torch tensor, which may require gradients."""
     if tensor.layout is not torch_of(tensor).strided:
         refuse(where, name, "be dense", f"layout {tensor.layout}", "call .to_dense()", CafinTypeError)
+    if wraps_others(tensor):
+        mend = "FSDP2, tensor parallelism and quantized tensors are not served"
+        refuse(where, name, "be a plain tensor, with memory of its own", type(tensor).__name__, mend, CafinTypeError)
     if tensor.is_neg():  # memory holds the opposite sign
         refuse(where, name, "hold its values in memory", "a tensor with the negative bit", "call .resolve_neg()")
     kind = tensor.device.type
