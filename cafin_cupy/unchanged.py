@@ -48,7 +48,15 @@ def traits(tensors: Sequence[Any]) -> list[Any]:
         return [None] * len(tensors)
     kind, strided, plain = torch.Tensor, torch.strided, (torch.Tensor, torch.nn.Parameter)
     return [
-        (t.shape, t.layout, t.stride() if t.layout is strided else None, t.dtype, t.device, t.is_neg(), type(t) in plain)
+        (
+            t.shape,
+            t.layout,
+            t.stride() if t.layout is strided else None,
+            t.dtype,
+            t.device,
+            t.is_neg(),
+            type(t) in plain,
+        )
         if isinstance(t, kind)
         else None
         for t in tensors

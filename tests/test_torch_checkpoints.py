@@ -160,24 +160,6 @@ def test_format(device: str) -> None:
     assert [set(state) for state in checkpoint["state"].values()] == [{"step", "exp_avg"}] * 11
 
 
-def test_before_the_first_step(device: str) -> None:
-    checkpoint = made(device).state_dict()
-    assert checkpoint["state"] == {} and checkpoint["steps"] == 0
-    assert all(torch.equal(f, torch.ones_like(f)) for key in ("H_D", "S_D") for f in checkpoint[key])
-    made(device).load_state_dict(checkpoint)
-
-
-def test_the_callers_dict_stays_as_it_is(device: str) -> None:
-    """While it is loaded, and while the optimizer trains on."""
-    _, checkpoint = stored(run(made(device), rows(device, 4)))
-    before = copy.deepcopy(checkpoint)
-    optimizer = made(device)
-    optimizer.load_state_dict(checkpoint)
-    assert_equal_trees(checkpoint, before)
-    run(optimizer, rows(device, 4))
-    assert_equal_trees(checkpoint, before)
-
-
 def test_one_dict_for_two_optimizers(device: str) -> None:
     """They share no memory afterwards."""
     source = run(made(device), rows(device, 2))
@@ -282,31 +264,6 @@ def test_parameters_that_the_public_implementation_never_updated_start_afresh(de
 
 
 # Copies
-
-COPIES: dict[str, Callable[[AdaFisher], AdaFisher]] = {
-    "deepcopy": copy.deepcopy,
-    "deepcopy with the model": lambda optimizer: copy.deepcopy((optimizer.model, optimizer))[1],
-    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
-    "pickle with the model": lambda optimizer: pickle.loads(pickle.dumps((optimizer.model, optimizer)))[1],
-}
-
-
-@pytest.mark.parametrize("kind", [AdaFisher, AdaFisherW])
-@pytest.mark.parametrize("cut", [0, 3, 4])
-@pytest.mark.parametrize("name", COPIES)
-def test_a_copy_goes_on_bit_for_bit(name: str, cut: int, kind: type[AdaFisher], device: str) -> None:
-    batches = rows(device, 7)
-    original = run(kind(mlp(device), TCov=3, weight_decay=0.1), batches[:cut])
-    twin = COPIES[name](original)
-    assert type(twin) is kind and twin.model is not original.model
-    owned = {id(p) for p in twin.model.parameters()}
-    assert {id(p) for p in twin.param_groups[0]["params"]} == owned
-    assert_same(twin, original)
-    before = everything(original)
-    run(twin, batches[cut:])
-    assert_same(original, before)
-    assert_same(run(original, batches[cut:]), twin)
-    assert hook_count(twin.model) == hook_count(original.model)
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, pickle.dumps])

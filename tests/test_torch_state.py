@@ -29,6 +29,7 @@ from torch_helpers import (  # noqa: E402
     refused,
     rows,
     run,
+    split_groups,
 )
 
 from cafin_cupy import CafinError  # noqa: E402
@@ -53,10 +54,7 @@ def trained(device: str, averaging: str = "parity", steps: int = 4) -> AdaFisher
     """Of two groups, the second for vectors; its last layer is frozen, and its parameters without momentum."""
     model = mlp(device)
     model[3].requires_grad_(False)
-    optimizer = AdaFisher(model, lr=1e-3, TCov=3, weight_decay=0.1, averaging=averaging)
-    parameters = optimizer.param_groups[0]["params"]
-    optimizer.param_groups[0]["params"] = [p for p in parameters if p.dim() > 1]
-    optimizer.add_param_group({"params": [p for p in parameters if p.dim() == 1], "lr": 5e-4})
+    optimizer = split_groups(AdaFisher(model, lr=1e-3, TCov=3, weight_decay=0.1, averaging=averaging))
     return run(optimizer, rows(device, steps))
 
 
