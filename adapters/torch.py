@@ -75,6 +75,7 @@ class AdaFisher(torch.optim.Optimizer):
     """
 
     _decoupled = False
+    _loading: Any = None  # the `Checkpoint` that load_state_dict is about to take over
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and the inf verdict to `step`
 
     def __init__(
@@ -360,15 +361,27 @@ class AdaFisher(torch.optim.Optimizer):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The keys of the public implementation: `state`, `param_groups`, `steps`, `H_D`, `S_D` (in module order)."""
-        return with_factors(self, super().state_dict())
+        """The keys of the public implementation: `state`, `param_groups`, `steps`, `H_D`, `S_D` (in module order).
+
+        The tensors are the optimizer's own, not copies. Between backward and step it is the state after the last step:
+        what the backward pass has added is in it no more than gradients are, and a resumed run repeats the iteration.
+        """
+        # The first of the hooks, so that the others see all of it.
+        handle = self.register_state_dict_post_hook(with_factors, prepend=True)  # type: ignore[arg-type]
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Take over a `state_dict` of this class or of the public implementation. The caller's dict is not changed;
         `skipped_refreshes` starts at 0, as the format has no room for it.
 
+        Momentum takes the dtype of its parameter; that of a 16-bit parameter keeps its own.
+
         Raises:
-            CafinError: it does not fit; nothing has been changed then.
+            CafinError: it does not fit, and the message names the first key that does not; nothing has been changed
+                then.
         """
         take_over(self, state_dict, super().load_state_dict)
 
@@ -380,7 +393,9 @@ class AdaFisher(torch.optim.Optimizer):
         ours = state.pop("_copied", None)
         super().__setstate__(state)
         self._plan = None
-        if ours is not None:  # load_state_dict comes by here too
+        if self._loading is not None:  # load_state_dict comes by here too, between its hooks
+            self._loading.install(self)
+        if ours is not None:
             go_on_from(self, ours)
 
 

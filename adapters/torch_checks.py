@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from cafin_cupy.arrays import torch_view, wraps_others
 from cafin_cupy.errors import BackendError, CafinTypeError, refuse
 from cafin_cupy.nonfinite import raw_moments, refuse_nonfinite
 
@@ -25,6 +26,8 @@ def check_model(where: str, model: Any) -> None:
     if not named:
         refuse(where, "model", "have parameters", "none")
     for name, p in named:
+        if wraps_others(p):
+            torch_view(p, where, f"model ({name})")  # refuses it
         if p.is_meta or (p.requires_grad and not p.is_floating_point()):
             rule = "have real floating-point parameters in memory"
             refuse(where, f"model ({name})", rule, f"{p.dtype} on {p.device}", "convert it first")

@@ -31,6 +31,7 @@ class Plan:
 
     def __init__(self, optimizer: AdaFisher) -> None:
         self.groups = groups = optimizer.param_groups
+        self.model = optimizer.model
         self.listed = [list(group["params"]) for group in groups]
         every = [(number, p) for number, group in enumerate(groups) for p in group["params"]]
         active = [(number, p) for number, p in every if p.grad is not None or p in optimizer.state]
@@ -179,8 +180,18 @@ class Plan:
             if g is not None and mine != wanted:
                 grads[k] = self._fitting(p, g)
         self.complete = all(g is not None for g in grads)
+        if not any(g is not None for g in grads):
+            self._refuse_strangers()
         self.fitting = Unchanged(grads) if self.complete and all(map(is_, found, grads)) else None
         return grads
+
+    def _refuse_strangers(self) -> None:
+        """Refuse a model whose parameters have all been replaced: it would never be updated, and nobody would know."""
+        mine = {id(p) for listed in self.listed for p in listed}
+        parameters = list(self.model.parameters())
+        if any(p.grad is not None for p in parameters) and not any(id(p) in mine for p in parameters):
+            rule, got = "keep the parameters that the optimizer was made for", "others alone"
+            refuse("step", "model", rule, got, "make the optimizer after what replaces them")
 
     def _check(self, p: Tensor, g: Tensor | None) -> None:
         """Refuse a gradient that cannot update its parameter."""

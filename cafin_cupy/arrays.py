@@ -91,6 +91,11 @@ def torch_of(array: Any) -> Any:
     return torch if torch is not None and isinstance(array, torch.Tensor) else None
 
 
+def wraps_others(tensor: Any) -> bool:
+    """True of a torch tensor whose values lie in other tensors: a DTensor (FSDP2, tensor parallel), a quantized one."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
 def known(array: Any, where: str, name: str) -> Any:
     """`array` itself if the reference can compute on it and write to it, else a NumPy or CuPy array on its memory."""
     from array_api_compat import is_array_api_obj
@@ -117,6 +122,8 @@ def known(array: Any, where: str, name: str) -> Any:
 
         return numpy.from_dlpack(array)
     if kind in _DLPACK_CUDA:
+        if str(getattr(array, "dtype", "")) == "bfloat16":  # CuPy 13 would end with a segmentation fault
+            refuse(where, name, "have a dtype of CuPy's", "bfloat16", "convert it", CafinTypeError)
         import cupy
 
         return cupy.from_dlpack(array)
@@ -155,6 +162,9 @@ def torch_view(tensor: Any, where: str, name: str) -> View:
     """`view` of a torch tensor, which may require gradients."""
     if tensor.layout is not torch_of(tensor).strided:
         refuse(where, name, "be dense", f"layout {tensor.layout}", "call .to_dense()", CafinTypeError)
+    if wraps_others(tensor):
+        mend = "FSDP2, tensor parallelism and quantized tensors are not served"
+        refuse(where, name, "be a plain tensor, with memory of its own", type(tensor).__name__, mend, CafinTypeError)
     if tensor.is_neg():  # memory holds the opposite sign
         refuse(where, name, "hold its values in memory", "a tensor with the negative bit", "call .resolve_neg()")
     kind = tensor.device.type

@@ -307,13 +307,16 @@ class AdaFisher:
         """Copy a `state_dict` into this optimizer's arrays. `state` is not changed; `skipped_refreshes` starts at 0.
 
         Raises:
-            CafinError: it does not fit; nothing has been changed then.
+            CafinError: it does not fit, and the message names the first key that does not; nothing has been changed
+                then.
         """
-        where = "load_state_dict"
+        where, mend = "load_state_dict", "it must come from AdaFisher's state_dict()"
         mine = self.state_dict()
-        if not isinstance(state, Mapping) or set(mine) - set(state):
-            got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            refuse(where, "state", f"be a mapping with the keys {sorted(mine)}", got)
+        if not isinstance(state, Mapping):
+            refuse(where, "state", "be a mapping", type(state).__name__, mend, CafinTypeError)
+        for key in mine:
+            if key not in state:
+                refuse(where, "state", f"have the key {key!r}", sorted(map(str, state)), mend)
         steps = whole(where, "state['steps']", state["steps"], 0)
         copies = {key: self._fitting(where, key, state[key], mine[key]) for key in ("momenta", "H", "S")}
         for target, given in zip(self.momenta, copies["momenta"]):
@@ -326,9 +329,9 @@ class AdaFisher:
 
     def _fitting(self, where: str, key: str, given: Any, targets: list[Any]) -> list[Any]:
         """`given` as arrays of the kind of `targets`, or a `CafinError`."""
-        if not isinstance(given, (list, tuple)) or len(given) != len(targets):
-            got = len(given) if isinstance(given, (list, tuple)) else repr(given)
-            refuse(where, f"state[{key!r}]", f"be a list of {len(targets)} arrays", got)
+        if not isinstance(given, (list, tuple)):
+            rule = f"be a list of {len(targets)} arrays"
+            refuse(where, f"state[{key!r}]", rule, type(given).__name__, kind=CafinTypeError)
         fitting = []
         for index, (array, target) in enumerate(zip(given, targets)):
             name = f"state[{key!r}][{index}]"
@@ -339,8 +342,9 @@ class AdaFisher:
             if v.dtype not in FLOATS:
                 refuse(where, name, f"be one of {', '.join(FLOATS)}", v.dtype, kind=CafinTypeError)
             fitting.append(beside(array, target, where, name))
-            if key != "momenta":
-                xp = array_namespace(fitting[-1])
-                if not bool(xp.all((fitting[-1] >= 0) & xp.isfinite(fitting[-1]))):
-                    refuse(where, name, "hold finite numbers >= 0", "others", "the run that saved it had diverged")
+            xp = array_namespace(fitting[-1])
+            if key != "momenta" and not bool(xp.all(xp.isfinite(fitting[-1]) & (fitting[-1] >= 0))):
+                refuse(where, name, "hold finite numbers >= 0", "others", "the run that saved it had diverged")
+        if len(given) != len(targets):
+            refuse(where, f"state[{key!r}]", f"hold {len(targets)} arrays", len(given))
         return fitting

@@ -229,12 +229,12 @@ def test_refused_states_change_nothing() -> None:
     good = copy.deepcopy(opt.state_dict())
     rows: list[tuple[Any, list[str]]] = [
         (None, ["`state`", "None"]),
-        ([1, 2], ["`state`", "keys"]),
-        ({key: value for key, value in good.items() if key != "S"}, ["`state`", "keys", "'S'"]),
+        ([1, 2], ["`state`", "mapping", "list"]),
+        ({key: value for key, value in good.items() if key != "S"}, ["`state`", "key", "'S'"]),
         ({**good, "steps": -1}, ["state['steps']", ">= 0", "-1"]),
         ({**good, "steps": "2"}, ["state['steps']", "number", "'2'"]),
         ({**good, "momenta": good["momenta"][:2]}, ["state['momenta']", "3", "2"]),
-        ({**good, "momenta": 5}, ["state['momenta']", "5"]),
+        ({**good, "momenta": 5}, ["state['momenta']", "list of 3", "int"]),
         ({**good, "H": [np.ones(5)]}, ["state['H'][0]", "(6,)", "(5,)"]),
         ({**good, "S": [None]}, ["state['S'][0]", "NoneType"]),
         ({**good, "momenta": [*good["momenta"][:2], np.ones(7, complex)]}, ["state['momenta'][2]", "complex"]),

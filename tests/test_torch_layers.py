@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from helpers import RAW  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch_helpers import (  # noqa: E402
     TOLERANCE,
-    Seen,
     assert_moments,
     assert_same,
     everything,
@@ -23,6 +20,7 @@ from torch_helpers import (  # noqa: E402
     net,
     record,
     run,
+    start,
     torch_device,  # noqa: F401
     weighted,
 )
@@ -62,12 +60,6 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "layer norm, unbatched": (lambda: nn.LayerNorm(6), (6,)),
     "layer norm, unbatched, shape of two": (lambda: nn.LayerNorm((4, 6)), (4, 6)),
 }
-
-
-def start(model: nn.Module, device: str, **options: Any) -> tuple[nn.Module, AdaFisher, Seen]:
-    model = model.to(device)
-    seen = record(model)
-    return model, AdaFisher(model, TCov=1, averaging=RAW, **options), seen
 
 
 @pytest.mark.parametrize("loss", [weighted, torch.mean], ids=["weighted", "expanded gradient"])
@@ -151,15 +143,6 @@ def assert_equal_factors(optimizer: AdaFisher, before: dict[str, tuple[Tensor, .
         assert all(torch.equal(x, y) for x, y in zip(pair, before[name])), name
 
 
-def test_module_called_twice(device: str) -> None:
-    layer = nn.Linear(5, 5)
-    model, optimizer, seen = start(nn.Sequential(layer, nn.Tanh(), layer), device)
-    weighted(model(torch.randn(4, 5, device=device))).backward()
-    optimizer.step()
-    assert len(seen["0"]) == 2
-    assert_moments(optimizer, seen)
-
-
 def test_modules_that_share_weight_and_bias_add_up_by_their_own_geometry(device: str) -> None:
     """As the branches of a TridentNet: one weight, several dilations."""
     a, b = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(2, 3, 3, padding=2, dilation=2, stride=2)
@@ -208,35 +191,6 @@ def test_weight_tied_to_an_embedding(device: str, recwarn: pytest.WarningsRecord
     assert not recwarn.list
 
 
-def test_norm_layers_without_parameters(device: str, recwarn: pytest.WarningsRecorder) -> None:
-    conv, fc = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
-    norms = nn.BatchNorm2d(4, affine=False), nn.LayerNorm(4, elementwise_affine=False)
-    flat = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    model, optimizer, seen = start(nn.Sequential(conv, norms[0], nn.ReLU(inplace=True), flat, norms[1], fc), device)
-    weighted(model(torch.randn(5, 3, 6, 6, device=device))).backward()
-    optimizer.step()
-    assert set(optimizer.factors()) == {"0", "5"}
-    assert_moments(optimizer, {name: seen[name] for name in ("0", "5")})
-    assert not recwarn.list
-
-
-def test_frozen_layers_and_unused_layers(device: str) -> None:
-    """They neither move nor shift anybody else's factors."""
-    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
-    model.add_module("unused", nn.Linear(3, 3))
-    body = nn.Sequential(*list(model)[:5])
-    model[0].requires_grad_(False)
-    model, optimizer, seen = start(model, device)
-    before = everything(optimizer)
-    weighted(body(torch.randn(4, 5, device=device))).backward()
-    optimizer.step()
-    assert_moments(optimizer, {name: seen[name] for name in ("2", "4")})
-    after = everything(optimizer)
-    moved = {name for name, _ in model.named_parameters() if not torch.equal(before[name], after[name])}
-    assert moved == {"2.weight", "2.bias", "4.weight", "4.bias"}
-    assert all(torch.equal(f, torch.ones_like(f)) for pair in (optimizer.factors()["unused"],) for f in pair)
-
-
 def test_frozen_parameters_cost_no_momentum(device: str) -> None:
     model, optimizer, _ = start(nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3)), device)
     model[0].requires_grad_(False)
@@ -258,25 +212,6 @@ def test_batch_norm_in_eval_inside_a_model_that_trains(device: str) -> None:
         optimizer.step()
         assert "norm" in seen
         assert_moments(optimizer, seen)
-
-
-def test_forwards_in_eval_or_without_gradient_do_not_count(device: str) -> None:
-    model, optimizer, seen = start(net(device), device)
-    x, y = images(device, 4, 4)
-    model.norm.eval()  # its running statistics would see the other batch
-    weighted(model(x)).backward()
-    mine = {name: list(calls) for name, calls in seen.items()}
-    grads = [p.grad.clone() for p in model.parameters()]
-    with torch.no_grad():
-        model(y)
-    model.eval()
-    weighted(model(y)).backward()
-    model.train()
-    model(y)  # and one without a backward
-    for p, g in zip(model.parameters(), grads):
-        p.grad = g
-    optimizer.step()
-    assert_moments(optimizer, mine)
 
 
 def test_attention_of_torch_itself(device: str) -> None:
