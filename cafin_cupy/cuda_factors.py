@@ -189,7 +189,7 @@ class CudaFactors(Factors):
             ]
         self._fold_key: Any = None
         self._fold_shares: Any = None
-        self._held: list[Any] = []  # what CUDA graphs read
+        self._held: dict[int, Any] = {}  # what CUDA graphs read, by id
         self._average_key: Any = None
 
     @property
@@ -313,15 +313,12 @@ class CudaFactors(Factors):
             self._average_table,
             *(x for p in parts for x in (p.memory, p.sums)),
         ):
-            if memory is not None and not self._is_held(memory):
-                self._held.append(memory)
-
-    def _is_held(self, memory: Any) -> bool:
-        return any(memory is held for held in self._held)
+            if memory is not None:
+                self._held[id(memory)] = memory
 
     def _writable(self, rows: table.DeviceTable) -> table.DeviceTable:
         """A table that no CUDA graph reads."""
-        return rows.like() if self._is_held(rows) else rows
+        return rows.like() if id(rows) in self._held else rows
 
     def _fold_all(self, stream: int) -> None:
         """Fold all partial sums, in one launch."""

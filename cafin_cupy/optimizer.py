@@ -122,6 +122,7 @@ class AdaFisher:
         self._m = [view(m) for m in self.momenta]
         self._written = [(name, v) for (name, _), v in zip(self._named, self._p)] + named_views("momenta", self._m)
         self._factors = make_factors(self._layers, self.averaging, self.backend, self._p[0].device)
+        self._places = {id(layer): index for index, layer in enumerate(self._layers)}
         belongs = owners(self._layers)
         self._pairs = [self._pair(belongs.get(id(array))) for _, array in self._named]
         self._launch = self._launcher(where) if self.backend == "cuda" else None
@@ -132,9 +133,11 @@ class AdaFisher:
             refuse("AdaFisher", "layers", "be a list of layer descriptors", type(layers).__name__, kind=CafinTypeError)
         known_arrays = {id(array) for _, array in self._named}
         names: set[str] = set()
+        listed: set[int] = set()
         for index, layer in enumerate(layers):
-            if any(layer is other for other in layers[:index]):
+            if id(layer) in listed:
                 refuse("AdaFisher", f"layers[{index}]", "be listed once", "the same descriptor again")
+            listed.add(id(layer))
             if not isinstance(layer, Layer):
                 refuse(
                     "AdaFisher", f"layers[{index}]", "be a layer descriptor", type(layer).__name__, kind=CafinTypeError
@@ -195,7 +198,7 @@ class AdaFisher:
         Raises:
             CafinError: `layer` is not the optimizer's, or an array does not fit it.
         """
-        index = next((k for k, mine in enumerate(self._layers) if mine is layer), None)
+        index = self._places.get(id(layer))
         if index is None:
             label = layer.label if isinstance(layer, Layer) else repr(layer)
             refuse("accumulate", "layer", "be one of the optimizer's layers", label, "list it in `layers=`")
