@@ -219,31 +219,6 @@ def on_device(device: int) -> Any:
     return nullcontext() if cupy.cuda.runtime.getDevice() == device else cupy.cuda.Device(device)
 
 
-def on_stream(array: Any, device: int, stream: Any) -> Any:
-    """Context in which the framework that owns `array` works on `stream`; None changes nothing."""
-    if stream is None:
-        return nullcontext()
-    address = current_stream(array, device, stream)
-    torch = torch_of(array)
-    if torch is not None:
-        return torch.cuda.stream(torch.cuda.ExternalStream(address, device=torch.device("cuda", device)))
-    import cupy
-
-    if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14
-        return cupy.cuda.Stream.from_external(_Address(address))
-    return cupy.cuda.ExternalStream(address, device)
-
-
-class _Address:
-    """A stream known by its address, in the protocol by which CuPy takes it over."""
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.address
-
-
 def allocate(like: Any, size: int) -> tuple[Any, int]:
     """(owner, address) of `size` bytes of device memory, from the allocator of the framework that owns `like`: it
     frees in the order of its streams."""

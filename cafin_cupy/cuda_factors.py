@@ -32,6 +32,7 @@ from .layers import Columns, Layer
 from .matrix import COLUMN_SUMS_BLOCK, Matrix, matrix, split
 from .rule import Averaging
 from .runtime import Arguments, Launch, prepare
+from .streams import joined
 from .unchanged import Unchanged, version
 
 ELEMENTS = {"float32": 0, "bfloat16": 1, "float16": 2}  # what column_sums reads, by its number there
@@ -197,8 +198,9 @@ class CudaFactors(Factors):
         return any(sums.count for sums in self._sums)
 
     def accumulate(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
-        self.defer(index, h, s, layer)
-        self.flush()
+        with joined([h, s, self.H[index]], self.device, current_stream(h, self.device)):
+            self.defer(index, h, s, layer)
+            self.flush()
 
     def defer(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
         layer = layer or self.layers[index]

@@ -13,6 +13,7 @@ from .errors import CafinError, CafinTypeError, refuse
 from .factors import Factors, ReferenceFactors
 from .layers import Layer
 from .rule import DEFAULT_GAMMA, Averaging, Hyper, at_least, whole
+from .streams import joined
 from .update import (
     FLOATS,
     CudaUpdate,
@@ -224,21 +225,26 @@ class AdaFisher:
         scale = at_least(where, "grad_scale", grad_scale, 0.0, strict=True)
         g = like_params(where, self._p, self._params, grads, "grads")
         refuse_overlap(where, self._written, named_views("grads", g))
-        if self._launch is None:
-            near = [beside(v.owner, p, where, "grads") for v, p in zip(g, self._arrays)]
-        else:
-            held = [matching(a, b) for a, b in zip(g, self._p)]
-        if self.samples:
-            self._factors.update(scale)
         t = self.steps + 1
         if self._launch is None:
+            near = [beside(v.owner, p, where, "grads") for v, p in zip(g, self._arrays)]
+            self._refresh(scale)
             for p, grad, m, pair in zip(self._arrays, near, self.momenta, self._pairs):
                 reference_update(p, grad, m, pair, hyper, t, scale)
         else:
-            sets, which = gather([scalars(hyper, t, scale)] * len(held))
-            stream = current_stream(self._p[0].owner, int(self._p[0].device))
-            self._launch([v.ptr for v in self._p], [v.ptr for v in held], [v.ptr for v in self._m], sets, which, stream)
+            device = int(self._p[0].device)
+            stream = current_stream(self._p[0].owner, device)
+            with joined([v.owner for v in (*self._p, *g)], device, stream):
+                held = [matching(a, b) for a, b in zip(g, self._p)]
+                self._refresh(scale)
+                sets, which = gather([scalars(hyper, t, scale)] * len(held))
+                at = [[v.ptr for v in views] for views in (self._p, held, self._m)]
+                self._launch(at[0], at[1], at[2], sets, which, stream)
         self.steps = t
+
+    def _refresh(self, grad_scale: float) -> None:
+        if self.samples:
+            self._factors.update(grad_scale)
 
     def factors(self) -> dict[str, tuple[Any, Any]]:
         """{layer name (its place where it has none): (H, S)}: the moving averages themselves, not copies."""

@@ -15,7 +15,6 @@ from .arrays import (
     known,
     leaves,
     leaves_like,
-    on_stream,
     place,
     refuse_overlap,
     same_strides,
@@ -25,6 +24,7 @@ from .backend import choose
 from .cuda_update import CudaUpdate, Layout, layout, scalars
 from .errors import CafinTypeError, refuse
 from .rule import Hyper, whole
+from .streams import joined, on_stream
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -122,7 +122,8 @@ def fused_step(
     layouts = [layout(where, name, v, n) for (name, _), v, n in zip(named, p, columns)]
     pointers = [(pair[0].ptr, pair[1].ptr) if pair else (0, 0) for pair in pairs]
     sets, which = gather([scalars(hyper, t) for t in steps])
-    with on_stream(p[0].owner, device, stream), _one_call:
+    owners = [v.owner for v in (*p, *g, *m, *(f for pair in pairs if pair for f in pair))]
+    with on_stream(p[0].owner, device, stream), joined(owners, device, address), _one_call:
         held = [matching(a, b) for a, b in zip(g, p)]
         launch = _launcher((tuple(layouts), tuple(pointers), device, address), p[0].owner)
         launch([v.ptr for v in p], [v.ptr for v in held], [v.ptr for v in m], sets, which, address)
