@@ -269,7 +269,7 @@ class CudaFactors(Factors):
         return [each for each in waiting if not any(each[0] is sums for sums in spoiled)]
 
     def _checked(self, layer: Layer, name: str, array: Any) -> View:
-        v = view(array, "accumulate", name)
+        v = view(array, "accumulate", f"{name} of {layer.label}")
         if v.device != self.device or v.dtype not in ELEMENTS:
             rule, got = f"be {', '.join(ELEMENTS)} on cuda:{self.device}", f"{v.dtype} on {v.device}"
             refuse("accumulate", f"{name} of {layer.label}", rule, got, "convert it, or use backend='reference'")

@@ -7,11 +7,12 @@ from typing import Any
 
 from array_api_compat import array_namespace
 
-from .arrays import beside, current_stream, known, leaves, place, refuse_overlap, view
+from .arrays import beside, current_stream, known, leaves, place, view
 from .backend import choose
 from .errors import CafinError, CafinTypeError, refuse
 from .factors import Factors, ReferenceFactors
 from .layers import Layer
+from .memory import moved, refuse_overlap
 from .rule import DEFAULT_GAMMA, Averaging, Hyper, at_least, whole
 from .streams import joined
 from .update import (
@@ -159,11 +160,11 @@ class AdaFisher:
         return self._factors.of_weight(index) if role == "weight" else self._factors.of_bias(index)
 
     def _launcher(self, where: str) -> CudaUpdate:
-        check_momenta(where, self._p, self._m)
         pairs = [pair and (view(pair[0]), view(pair[1])) for pair in self._pairs]
         layouts = [
             layout(where, n, v, pair[0].size if pair else 0) for (n, _), v, pair in zip(self._named, self._p, pairs)
         ]
+        check_momenta(where, self._p, self._m)
         pointers = [(pair[0].ptr, pair[1].ptr) if pair else (0, 0) for pair in pairs]
         return CudaUpdate(layouts, pointers, self._arrays[0], int(self._p[0].device))
 
@@ -223,6 +224,7 @@ class AdaFisher:
         where = "step"
         hyper = self._hyper(where)
         scale = at_least(where, "grad_scale", grad_scale, 0.0, strict=True)
+        self._check_places(where)
         g = like_params(where, self._p, self._params, grads, "grads")
         refuse_overlap(where, self._written, named_views("grads", g))
         t = self.steps + 1
@@ -245,6 +247,17 @@ class AdaFisher:
     def _refresh(self, grad_scale: float) -> None:
         if self.samples:
             self._factors.update(grad_scale)
+
+    def _check_places(self, where: str) -> None:
+        """Refuse parameters and momenta that are no longer where the optimizer has found them."""
+        for (name, array), v in zip(self._named, self._p):
+            if moved(array, v):
+                rule, mend = "keep its memory, shape and type", "write into it in place, or make a new optimizer"
+                refuse(where, name, rule, "others since construction", mend)
+        for index, (m, v) in enumerate(zip(self.momenta, self._m)):
+            if m is not v.owner or moved(m, v):
+                mend = "write into it in place, or use load_state_dict"
+                refuse(where, f"momenta[{index}]", "stay the array that it was", "another one", mend)
 
     def factors(self) -> dict[str, tuple[Any, Any]]:
         """{layer name (its place where it has none): (H, S)}: the moving averages themselves, not copies."""

@@ -18,8 +18,8 @@ from . import compiler
 TESTS = Path(__file__).resolve().parent.parent
 # The tests on CuPy arrays; PyTorch's need a GPU. All together must launch every kernel.
 FILES = (
-    *("arrays", "backend", "copies", "cuda_factors", "factors", "laws", "optimizer", "readme", "runtime", "table"),
-    *("streams", "update", "emulation"),
+    *("arrays", "backend", "copies", "cuda_factors", "factors", "laws", "odd", "odd_sizes", "optimizer", "readme"),
+    *("repeats", "runtime", "streams", "table", "update", "emulation"),
 )
 
 
