@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cafin_cupy.arrays import torch_view
+from cafin_cupy.arrays import refuse_without_memory, torch_view
 from cafin_cupy.backend import choose, requested
 from cafin_cupy.errors import BackendError, CafinError, CafinTypeError, refuse
 from cafin_cupy.factors import Factors
@@ -101,6 +101,8 @@ class AdaFisher(torch.optim.Optimizer):
                 refuse(
                     where, f"model ({name})", "have real floating-point parameters in memory", got, "convert it first"
                 )
+            if p.requires_grad or nn.parameter.is_lazy(p):
+                refuse_without_memory(p, where, f"model ({name})")
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             refuse(where, "grad_scaler", "be a GradScaler", type(grad_scaler).__name__, kind=CafinTypeError)
         requested(backend, where)
@@ -230,6 +232,7 @@ class AdaFisher(torch.optim.Optimizer):
         if capturing:
             factors.hold()
         if factors.kernels:
+            h, s = h.resolve_neg(), s.resolve_neg()
             h = h if h.dtype in _READ_BY_KERNELS else h.float()
             s = s if s.dtype in _READ_BY_KERNELS else s.float()
         if self._defers():
