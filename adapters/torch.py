@@ -214,6 +214,7 @@ class AdaFisher(torch.optim.Optimizer):
         if capturing:
             factors.hold()
         if factors.kernels:
+            h, s = h.resolve_neg(), s.resolve_neg()
             h = h if h.dtype in _READ_BY_KERNELS else h.float()
             s = s if s.dtype in _READ_BY_KERNELS else s.float()
         if self._defers():

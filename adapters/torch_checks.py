@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from cafin_cupy.arrays import torch_view, wraps_others
+from cafin_cupy.arrays import refuse_without_memory, wraps_others
 from cafin_cupy.errors import BackendError, CafinTypeError, refuse
 from cafin_cupy.nonfinite import raw_moments, refuse_nonfinite
 
@@ -27,10 +27,12 @@ def check_model(where: str, model: Any) -> None:
         refuse(where, "model", "have parameters", "none")
     for name, p in named:
         if wraps_others(p):
-            torch_view(p, where, f"model ({name})")  # refuses it
+            refuse_without_memory(p, where, f"model ({name})")
         if p.is_meta or (p.requires_grad and not p.is_floating_point()):
             rule = "have real floating-point parameters in memory"
             refuse(where, f"model ({name})", rule, f"{p.dtype} on {p.device}", "convert it first")
+        if p.requires_grad or nn.parameter.is_lazy(p):
+            refuse_without_memory(p, where, f"model ({name})")
 
 
 def check_ranks(where: str) -> None:

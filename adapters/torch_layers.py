@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cafin_cupy.errors import refuse
 from cafin_cupy.layers import BatchNorm2d, Conv2d, Layer, LayerNorm, Linear
 
 
@@ -21,8 +20,6 @@ def describe(name: str, module: nn.Module) -> Layer | None:
     if nn.utils.parametrize.is_parametrized(module, "weight"):
         return None  # computed anew at each access, which may even change the module's state
     weight, bias = module.weight, module.bias
-    if isinstance(weight, nn.parameter.UninitializedParameter):
-        refuse("AdaFisher", "model", "have initialised parameters", f"a lazy `{name}`", "run one forward pass first")
     if not isinstance(weight, nn.Parameter):  # affine=False, or computed by a hook
         return None
     return _DESCRIBE[kind](name, module, weight, bias if isinstance(bias, nn.Parameter) else None)
@@ -89,6 +86,8 @@ class Tap:
             return
         h = args[0] if args else kwargs.get("input")
         if not isinstance(h, Tensor) or not isinstance(output, Tensor) or not output.requires_grad:
+            return
+        if h.layout is not torch.strided or h.is_nested:  # the layer keeps its factors, and a warning names it
             return
         if _transforming():  # per-sample gradients and the like: their tensors mean nothing outside the transform
             return

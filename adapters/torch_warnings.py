@@ -20,7 +20,7 @@ def warn_unseen(where: str, names: Sequence[str]) -> None:
     _warn(
         f"{where}: layers have gradients but were not seen on a sampled step, so their factors stay as they are: "
         f"{_listed([repr(name) for name in names])}. Their forward was not called (nn.MultiheadAttention uses the "
-        "weights of its out_proj), ran in eval mode, or was compiled without hooks (set "
+        "weights of its out_proj), ran in eval mode, met a sparse or nested input, or was compiled without hooks (set "
         "torch._dynamo.config.skip_nnmodule_hook_guards = False before torch.compile)."
     )
 

@@ -25,6 +25,7 @@ from .matrix import COLUMN_SUMS_BLOCK, Matrix, matrix, split
 from .reference import RawSums
 from .rule import Averaging
 from .runtime import Arguments, Launch, prepare
+from .streams import joined
 from .unchanged import Unchanged, version
 
 ELEMENTS = {"float32": 0, "bfloat16": 1, "float16": 2}  # what column_sums reads, by its number there
@@ -181,7 +182,7 @@ class CudaFactors(Factors):
             self._pointers = [[view(a[i]).ptr for a in state] for i in range(count)]
         self._fold_key: Any = None
         self._fold_shares: Any = None
-        self._held: list[Any] = []  # what CUDA graphs read
+        self._held: dict[int, Any] = {}  # what CUDA graphs read, by id
         self._average_key: Any = None
 
     @property
@@ -189,8 +190,9 @@ class CudaFactors(Factors):
         return any(sums.count for sums in self._sums)
 
     def accumulate(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
-        self.defer(index, h, s, layer)
-        self.flush()
+        with joined([h, s, self.H[index]], self.device, current_stream(h, self.device)):
+            self.defer(index, h, s, layer)
+            self.flush()
 
     def defer(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
         layer = layer or self.layers[index]
@@ -259,7 +261,7 @@ class CudaFactors(Factors):
         return [each for each in waiting if not any(each[0] is sums for sums in spoiled)]
 
     def _checked(self, layer: Layer, name: str, array: Any) -> View:
-        v = view(array, "accumulate", name)
+        v = view(array, "accumulate", f"{name} of {layer.label}")
         if v.device != self.device or v.dtype not in ELEMENTS:
             rule, got = f"be {', '.join(ELEMENTS)} on cuda:{self.device}", f"{v.dtype} on {v.device}"
             refuse("accumulate", f"{name} of {layer.label}", rule, got, "convert it, or use backend='reference'")
@@ -305,15 +307,12 @@ class CudaFactors(Factors):
             self._average_table,
             *(x for p in parts for x in (p.memory, p.sums)),
         ):
-            if memory is not None and not self._is_held(memory):
-                self._held.append(memory)
-
-    def _is_held(self, memory: Any) -> bool:
-        return any(memory is held for held in self._held)
+            if memory is not None:
+                self._held[id(memory)] = memory
 
     def _writable(self, rows: table.DeviceTable) -> table.DeviceTable:
         """A table that no CUDA graph reads."""
-        return rows.like() if self._is_held(rows) else rows
+        return rows.like() if id(rows) in self._held else rows
 
     def _fold_all(self, stream: int) -> None:
         """Fold all partial sums, in one launch."""

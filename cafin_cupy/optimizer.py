@@ -7,14 +7,16 @@ from typing import Any
 
 from array_api_compat import array_namespace
 
-from .arrays import beside, current_stream, known, leaves, place, refuse_overlap, view
+from .arrays import View, beside, current_stream, known, leaves, place, view
 from .backend import choose
 from .errors import CafinError, CafinTypeError, refuse
 from .factors import Factors, ReferenceFactors
 from .layers import Layer
+from .memory import moved, refuse_overlap
 from .nonfinite import raw_moments, refuse_nonfinite
 from .rule import DEFAULT_GAMMA, Averaging, Hyper, at_least, whole
 from .spread import SpreadFactors
+from .streams import joined
 from .update import (
     FLOATS,
     CudaUpdate,
@@ -137,6 +139,7 @@ class AdaFisher:
         self._m = [view(m) for m in self.momenta]
         self._written = [(name, v) for (name, _), v in zip(self._named, self._p)] + named_views("momenta", self._m)
         self._factors = make_factors(self._layers, self.averaging, self.backend, {self._p[0].device})
+        self._places = {id(layer): index for index, layer in enumerate(self._layers)}
         belongs = owners(self._layers)
         self._pairs = [self._pair(belongs.get(id(array))) for _, array in self._named]
         self._launch = self._launcher(where) if self.backend == "cuda" else None
@@ -147,9 +150,11 @@ class AdaFisher:
             refuse("AdaFisher", "layers", "be a list of layer descriptors", type(layers).__name__, kind=CafinTypeError)
         known_arrays = {id(array) for _, array in self._named}
         names: set[str] = set()
+        listed: set[int] = set()
         for index, layer in enumerate(layers):
-            if any(layer is other for other in layers[:index]):
+            if id(layer) in listed:
                 refuse("AdaFisher", f"layers[{index}]", "be listed once", "the same descriptor again")
+            listed.add(id(layer))
             if not isinstance(layer, Layer):
                 refuse(
                     "AdaFisher", f"layers[{index}]", "be a layer descriptor", type(layer).__name__, kind=CafinTypeError
@@ -170,11 +175,11 @@ class AdaFisher:
         return self._factors.of_weight(index) if role == "weight" else self._factors.of_bias(index)
 
     def _launcher(self, where: str) -> CudaUpdate:
-        check_momenta(where, self._p, self._m)
         pairs = [pair and (view(pair[0]), view(pair[1])) for pair in self._pairs]
         layouts = [
             layout(where, n, v, pair[0].size if pair else 0) for (n, _), v, pair in zip(self._named, self._p, pairs)
         ]
+        check_momenta(where, self._p, self._m)
         pointers = [(pair[0].ptr, pair[1].ptr) if pair else (0, 0) for pair in pairs]
         return CudaUpdate(layouts, pointers, self._arrays[0], int(self._p[0].device))
 
@@ -210,7 +215,7 @@ class AdaFisher:
         Raises:
             CafinError: `layer` is not the optimizer's, or an array does not fit it.
         """
-        index = next((k for k, mine in enumerate(self._layers) if mine is layer), None)
+        index = self._places.get(id(layer))
         if index is None:
             label = layer.label if isinstance(layer, Layer) else repr(layer)
             refuse("accumulate", "layer", "be one of the optimizer's layers", label, "list it in `layers=`")
@@ -239,27 +244,48 @@ class AdaFisher:
         where = "step"
         hyper = self._hyper(where)
         scale = at_least(where, "grad_scale", grad_scale, 0.0, strict=True)
+        self._check_places(where)
         g = like_params(where, self._p, self._params, grads, "grads")
         refuse_overlap(where, self._written, named_views("grads", g))
-        if self._launch is None:
-            near = [beside(v.owner, p, where, "grads") for v, p in zip(g, self._arrays)]
-        else:
-            held = [matching(a, b) for a, b in zip(g, self._p)]
-        if self.error_if_nonfinite:
-            found = [(f"gradient of {name}", v.owner) for (name, _), v in zip(self._named, g)]
-            found += raw_moments(self._factors, scale) if self.samples else []
-            refuse_nonfinite(where, found, "call discard() and leave the batch out")
-        if self.samples:
-            self._factors.update(scale)
         t = self.steps + 1
         if self._launch is None:
+            near = [beside(v.owner, p, where, "grads") for v, p in zip(g, self._arrays)]
+            self._check_finite(where, g, scale)
+            self._refresh(scale)
             for p, grad, m, pair in zip(self._arrays, near, self.momenta, self._pairs):
                 reference_update(p, grad, m, pair, hyper, t, scale)
         else:
-            sets, which = gather([scalars(hyper, t, scale)] * len(held))
-            stream = current_stream(self._p[0].owner, int(self._p[0].device))
-            self._launch([v.ptr for v in self._p], [v.ptr for v in held], [v.ptr for v in self._m], sets, which, stream)
+            device = int(self._p[0].device)
+            stream = current_stream(self._p[0].owner, device)
+            with joined([v.owner for v in (*self._p, *g)], device, stream):
+                held = [matching(a, b) for a, b in zip(g, self._p)]
+                self._check_finite(where, g, scale)
+                self._refresh(scale)
+                sets, which = gather([scalars(hyper, t, scale)] * len(held))
+                at = [[v.ptr for v in views] for views in (self._p, held, self._m)]
+                self._launch(at[0], at[1], at[2], sets, which, stream)
         self.steps = t
+
+    def _check_finite(self, where: str, grads: Sequence[View], grad_scale: float) -> None:
+        if self.error_if_nonfinite:
+            found = [(f"gradient of {name}", v.owner) for (name, _), v in zip(self._named, grads)]
+            found += raw_moments(self._factors, grad_scale) if self.samples else []
+            refuse_nonfinite(where, found, "call discard() and leave the batch out")
+
+    def _refresh(self, grad_scale: float) -> None:
+        if self.samples:
+            self._factors.update(grad_scale)
+
+    def _check_places(self, where: str) -> None:
+        """Refuse parameters and momenta that are no longer where the optimizer has found them."""
+        for (name, array), v in zip(self._named, self._p):
+            if moved(array, v):
+                rule, mend = "keep its memory, shape and type", "write into it in place, or make a new optimizer"
+                refuse(where, name, rule, "others since construction", mend)
+        for index, (m, v) in enumerate(zip(self.momenta, self._m)):
+            if m is not v.owner or moved(m, v):
+                mend = "write into it in place, or use load_state_dict"
+                refuse(where, f"momenta[{index}]", "stay the array that it was", "another one", mend)
 
     def factors(self) -> dict[str, tuple[Any, Any]]:
         """{layer name (its place where it has none): (H, S)}: the moving averages themselves, not copies."""

@@ -253,7 +253,7 @@ def test_subclasses_of_a_layer_count(device: str) -> None:
 
 def test_lazy_layers_are_refused_until_they_have_a_shape() -> None:
     model = nn.Sequential(nn.LazyLinear(4))
-    with pytest.raises(CafinError, match=r"`model` must have initialised parameters, got a lazy `0`; run one forward"):
+    with pytest.raises(CafinError, match=r"`model \(0.weight\)` must be initialised, got a lazy parameter; run one"):
         AdaFisher(model)
     model(torch.randn(2, 3))
     run(AdaFisher(model), [torch.randn(2, 3)])
