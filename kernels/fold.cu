@@ -80,20 +80,20 @@ __device__ inline void plain(const FoldJob& job, i64 output) {
     if (lane == 0 && output < job.outputs) put(job, output, sum);
 }
 
-// Sum of the pixels of column x in the image rows that kernel row i meets, every job.warps-th of them.
-__device__ inline A column_sum(const FoldJob& job, const A* image, int i, int x, int warp) {
-    const int top = i * job.dilation_y - job.padding_y;
+// Sum of the pixels of column x in the image rows that a kernel row meets, every job.warps-th of them. Its first output
+// meets row `top`.
+__device__ inline A column_sum(const FoldJob& job, const A* image, int top, int x, int warp) {
+    const int step = job.warps * job.stride_y;
+    const int end = min(job.height, top + (job.out_height - 1) * job.stride_y + 1);
     A sum = 0;
     for (int slice = 0; slice < job.slices; ++slice) {
         const A* column = image + slice * job.pixels + x * job.column_step;
-        for (int first = warp; first < job.out_height; first += IN_FLIGHT * job.warps) {
+        for (int first = top + warp * job.stride_y; first < end; first += IN_FLIGHT * step) {
             A pixel[IN_FLIGHT];
 #pragma unroll
             for (int u = 0; u < IN_FLIGHT; ++u) {
-                const int position = first + u * job.warps;
-                const int y = position * job.stride_y + top;
-                const bool seen = position < job.out_height && y >= 0 && y < job.height;
-                pixel[u] = seen ? column[y * job.row_step] : A(0);
+                const int y = first + u * step;
+                pixel[u] = y >= 0 && y < end ? column[y * job.row_step] : A(0);
             }
 #pragma unroll
             for (int u = 0; u < IN_FLIGHT; ++u) sum += pixel[u];
@@ -109,12 +109,13 @@ __device__ inline void patches(const FoldJob& job, int number) {
     const i64 kernel_row = i64(number) * (WARPS / job.warps) + place / job.warps;
     const bool used = kernel_row * job.kernel_width < job.outputs;
     const A* image = job.columns + kernel_row / job.kernel_height * job.channel_step;
+    const int top = int(kernel_row % job.kernel_height) * job.dilation_y - job.padding_y;
     for (int from = 0; from < job.kernel_width; from += WARP) {
         const int to = min(from + WARP, job.kernel_width);
         A mine = 0;  // of tap from + lane
         for (int left = 0; used && left < job.width; left += WARP) {
             const int x = left + lane;
-            const A sum = x < job.width ? column_sum(job, image, int(kernel_row % job.kernel_height), x, warp) : A(0);
+            const A sum = x < job.width ? column_sum(job, image, top, x, warp) : A(0);
             for (int j = from; j < to; ++j) {
                 const bool met = meets(x, j * job.dilation_x - job.padding_x, job.stride_x, job.out_width);
                 const A tap = warp_sum(met ? sum : A(0));
