@@ -106,7 +106,9 @@ def test_norm_layers_without_parameters(device: str, recwarn: pytest.WarningsRec
     silence."""
     norms = nn.BatchNorm2d(4, affine=False), nn.LayerNorm(4, elementwise_affine=False)
     flat = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), norms[0], nn.ReLU(inplace=True), flat, norms[1], nn.Linear(4, 2))
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, bias=False), norms[0], nn.ReLU(inplace=True), flat, norms[1], nn.Linear(4, 2)
+    )
     assert_trains(model, (5, 3, 6, 6), device)
     assert not recwarn.list
 

@@ -203,7 +203,8 @@ if child == 0:
     os._exit(0)
 os.waitpid(child, 0)
 """
-    assert python(CONSTRUCT + fork, str(used)).communicate()[0] == ("True\n" if used else "trained\n")
+    said = python(CONSTRUCT + fork, str(used)).communicate()[0].splitlines()
+    assert said[-1:] == ["True" if used else "trained"]  # Python 3.12 warns of the fork before
 
 
 def test_what_a_step_has_read_is_given_back(device: str) -> None:
