@@ -19,7 +19,7 @@ TESTS = Path(__file__).resolve().parent.parent
 # The tests on CuPy arrays; PyTorch's need a GPU. All together must launch every kernel.
 FILES = (
     *("arrays", "backend", "copies", "cuda_factors", "factors", "laws", "optimizer", "readme", "runtime", "table"),
-    *("update", "nonfinite", "emulation"),
+    *("update", "nonfinite", "nonfinite_moments", "emulation"),
 )
 
 
