@@ -251,6 +251,7 @@ CHANGES: dict[str, Callable[[AdaFisher], Any]] = {
     "other memory": each_parameter(lambda p: setattr(p, "data", p.data.clone())),
     "one buffer": to_flat_buffer,
     "other momenta": each_momentum(lambda state: state.update(exp_avg=state["exp_avg"].clone())),
+    "momenta in other memory": each_momentum(lambda state: setattr(state["exp_avg"], "data", state["exp_avg"].clone())),
     "expanded momenta": each_momentum(lambda state: state.update(exp_avg=inner(state["exp_avg"]))),
 }
 
@@ -267,6 +268,16 @@ def test_changes_between_steps(name: str, device: str) -> None:
                 CHANGES[name](optimizer)
             step(optimizer, seed)
     assert_same(changed, plain)
+
+
+def test_a_momentum_that_moves_is_noticed(device: str) -> None:
+    """Scripts that lend a GPU's memory to others send each momentum to the CPU and back by `exp_avg.data = ...`."""
+    optimizer, (p, _) = loose(torch.ones(4, device=device), torch.ones(4, device=device))
+    step(optimizer, 1)
+    assert optimizer._plan is not None and optimizer._plan.valid(optimizer)
+    average = optimizer.state[p]["exp_avg"]
+    average.data = average.data.clone()
+    assert not optimizer._plan.valid(optimizer)
 
 
 def test_a_model_that_turns_to_half_precision_on_the_cpu() -> None:
