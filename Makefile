@@ -60,7 +60,7 @@ check: $(VENV)/.for-check ## format, lint, types, tests, then the tests again on
 	$(MAKE) emulate
 	$(MAKE) package
 
-# The source tree is deleted from the unpacked sdist, so its tests can only find the installed wheel. The second
+# The sources are deleted from the unpacked sdist, so its tests can only find the installed wheel. The second
 # environment sees the packages of the first through a .pth file; the wheel itself comes first on its path. NVIDIA's
 # libraries are looked up beside the interpreter's own packages, hence the link.
 package: $(VENV)/.for-check ## build the sdist, from it the wheel, and run the sdist's tests on the installed wheel
