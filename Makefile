@@ -8,7 +8,7 @@ PY := $(VENV)/bin/python
 # The CUDA version of the driver picks the CuPy wheels. `make GPU=cuda12 train` overrules it, `GPU=` goes without.
 GPU := $(shell v=$$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Za-z ]*Version *: *\([0-9][0-9]*\).*/\1/p' | head -n 1); \
          if [ "$${v:-0}" -ge 13 ]; then echo cuda13; elif [ "$${v:-0}" -eq 12 ]; then echo cuda12; fi)
-# Without a GPU the tests still compile every kernel, which takes NVRTC; its wheels exist for Linux.
+# Without a GPU the tests still load CuPy and its NVRTC; the wheels exist for Linux.
 NVRTC := $(or $(GPU),$(if $(filter Linux,$(shell uname)),cuda12))
 
 comma := ,
@@ -24,7 +24,7 @@ SERVES_check := train bench test
 # The tests run in several processes; threads on top of them would only wait for each other.
 test emulate sanitize check package: export OMP_NUM_THREADS := 1
 
-.PHONY: help train doctor bench test emulate sanitize check package clean
+.PHONY: help train doctor bench test emulate sanitize resources check package clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -49,6 +49,9 @@ emulate: $(VENV)/.for-test ## run the tests of the kernels on an emulated GPU; P
 sanitize: $(VENV)/.for-test ## run the tests of the kernels on a GPU under the tools of compute-sanitizer
 	PYTHONPATH=tests $(PY) -m sanitize $(PYTEST_ARGS) $(ARGS)
 
+resources: $(VENV)/.for-test ## write kernels/RESOURCES.md: registers and shared memory of every kernel on every architecture
+	$(PY) tests/resources.py
+
 check: $(VENV)/.for-check ## format, lint, types, tests, then the tests again on the built wheel
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
@@ -57,7 +60,7 @@ check: $(VENV)/.for-check ## format, lint, types, tests, then the tests again on
 	$(MAKE) emulate
 	$(MAKE) package
 
-# The source tree is deleted from the unpacked sdist, so its tests can only find the installed wheel. The second
+# The sources are deleted from the unpacked sdist, so its tests can only find the installed wheel. The second
 # environment sees the packages of the first through a .pth file; the wheel itself comes first on its path. NVIDIA's
 # libraries are looked up beside the interpreter's own packages, hence the link.
 package: $(VENV)/.for-check ## build the sdist, from it the wheel, and run the sdist's tests on the installed wheel
@@ -70,7 +73,7 @@ package: $(VENV)/.for-check ## build the sdist, from it the wheel, and run the s
 	theirs="$$($(PY) -c "$$site")"; ours="$$("$$py" -c "$$site")"; \
 	echo "$$theirs" >"$$ours/borrowed.pth"; \
 	if [ -d "$$theirs/nvidia" ]; then ln -s "$$theirs/nvidia" "$$ours/nvidia"; fi; \
-	tar -xzf dist/*.tar.gz -C "$$tmp"; cd "$$tmp"/cafin_cupy-*; rm -rf cafin_cupy adapters kernels; \
+	tar -xzf dist/*.tar.gz -C "$$tmp"; cd "$$tmp"/cafin_cupy-*; rm -rf cafin_cupy adapters kernels/*.cu*; \
 	"$$py" -m pytest $(PYTEST_ARGS)
 
 clean: ## remove what builds and tests leave behind (.venv stays)

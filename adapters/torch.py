@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cafin_cupy.arrays import torch_view
 from cafin_cupy.backend import choose_for_all, requested
-from cafin_cupy.errors import BackendError, CafinError, CafinTypeError, refuse
+from cafin_cupy.errors import BackendError, CafinTypeError, refuse
 from cafin_cupy.factors import Factors
 from cafin_cupy.layers import Layer
 from cafin_cupy.optimizer import make_factors, owners
@@ -29,11 +29,12 @@ except ImportError:  # internal to torch, so they may go: then every step looks 
 
 from .torch_attention import attach_to_attention, leave_interrupted
 from .torch_capture import RUN_FIRST, CapturedIteration, check_capture
+from .torch_checks import check_finite, check_model, check_ranks
 from .torch_kinds import register_layer
 from .torch_layers import attach, find_layers
 from .torch_plan import Plan
-from .torch_scalars import checked_hyper, unscaling
-from .torch_state import take_over, with_factors
+from .torch_scalars import checked_hyper, forget_scale, unscaling
+from .torch_state import copied, go_on_from, take_over, with_factors
 from .torch_warnings import warn_unseen, warn_without_factors
 
 __all__ = ["AdaFisher", "AdaFisherW", "register_layer"]
@@ -69,12 +70,16 @@ class AdaFisher(torch.optim.Optimizer):
             model on one device.
         grad_scaler: the `GradScaler` in use, needed only if the script calls its `unscale_` before `step`: the factors
             must know the scale.
+        error_if_nonfinite: `step` looks at the gradients first, and on a sampled step at the layers' raw moments, and
+            raises a `NonFiniteError` if one is inf or NaN. It waits for the device then, so not with `capturable`. May
+            be changed between steps.
 
     Raises:
         CafinError: an argument is refused.
     """
 
     _decoupled = False
+    _loading: Any = None  # the `Checkpoint` that load_state_dict is about to take over
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and the inf verdict to `step`
 
     def __init__(
@@ -92,20 +97,12 @@ class AdaFisher(torch.optim.Optimizer):
         backend: str | None = None,
         capturable: bool = False,
         grad_scaler: Any = None,
+        error_if_nonfinite: bool = False,
     ) -> None:
         where = type(self).__name__
-        if not isinstance(model, nn.Module):
-            mend = "pass the model itself, not model.parameters()"  # type: ignore[unreachable]
-            refuse(where, "model", "be a torch.nn.Module", type(model).__name__, mend, CafinTypeError)
-        parameters = list(model.parameters())
-        if not parameters:
-            refuse(where, "model", "have parameters", "none")
-        for name, p in model.named_parameters():
-            if p.is_meta or (p.requires_grad and not p.is_floating_point()):
-                got = f"{p.dtype} on {p.device}"
-                refuse(
-                    where, f"model ({name})", "have real floating-point parameters in memory", got, "convert it first"
-                )
+        check_model(where, model)
+        if capturable and error_if_nonfinite:
+            refuse(where, "error_if_nonfinite", "be False with capturable=True", True, "a graph cannot wait for it")
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             refuse(where, "grad_scaler", "be a GradScaler", type(grad_scaler).__name__, kind=CafinTypeError)
         requested(backend, where)
@@ -115,13 +112,14 @@ class AdaFisher(torch.optim.Optimizer):
         self.steps = 0
         self.capturable = bool(capturable)
         self.grad_scaler = grad_scaler
+        self.error_if_nonfinite = bool(error_if_nonfinite)
         self._requested = backend
         self._reset()
         self._find_layers()
         defaults = {"lr": lr, "beta": beta, "Lambda": Lambda, "weight_decay": weight_decay}
         checked_hyper(self, where, defaults)
-        _refuse_ranks(where)
-        super().__init__(parameters, defaults)
+        check_ranks(where)
+        super().__init__(list(model.parameters()), defaults)
         unowned = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in self._owners]
         warn_without_factors(where, unowned)
         self._attach()
@@ -218,6 +216,7 @@ class AdaFisher(torch.optim.Optimizer):
         if capturing:
             factors.hold()
         if factors.kernels:
+            h, s = h.resolve_neg(), s.resolve_neg()
             h = h if h.dtype in _READ_BY_KERNELS or not h.is_floating_point() else h.float()
             s = s if s.dtype in _READ_BY_KERNELS else s.float()
         if self._defers():
@@ -241,6 +240,14 @@ class AdaFisher(torch.optim.Optimizer):
         factors = self._factors
         return {name: (factors.H[index], factors.S[index]) for name, _, index, _ in self._modules}
 
+    def skipped_refreshes(self) -> dict[str, int]:
+        """{module name: how many refreshes of its factors a NaN in its raw moments has prevented}.
+
+        Counted on the device; reading it waits. Copies go on from it, while `load_state_dict` starts again from 0.
+        """
+        counts = self._factors.skips()
+        return {name: counts[index] for name, _, index, _ in self._modules}
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and what the backward passes that made them have added to the factors' sums."""
         super().zero_grad(set_to_none)
@@ -253,7 +260,9 @@ class AdaFisher(torch.optim.Optimizer):
         """Update all parameters that have a gradient, in place, on the current stream.
 
         Under a `GradScaler` the gradients are unscaled on the way, and a step with non-finite gradients changes
-        nothing; that verdict is read from the device, which waits, as for `torch.optim` without `fused=True`.
+        nothing; that verdict is read from the device, which waits, as for `torch.optim` without `fused=True`. Without a
+        scaler a gradient that is inf or NaN goes into its own elements of momentum and parameter, as in `torch.optim`.
+        A layer whose raw moments hold a NaN keeps its factors, and `skipped_refreshes` counts it.
 
         Args:
             closure: reevaluates the model and returns the loss.
@@ -263,19 +272,24 @@ class AdaFisher(torch.optim.Optimizer):
 
         Raises:
             CafinError: a gradient or scalar is refused; nothing has been changed then.
+            NonFiniteError: see `error_if_nonfinite`; nothing has been changed then.
         """
         own = type(self).step
-        if own is not AdaFisher.step and getattr(own, "hooked", None) is True:  # torch has wrapped a subclass's
-            return self._step(closure)
-        if closure is None and not (
-            self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
-            or _profiling()
-        ):
-            return self._step()
-        return self._watched_step(closure)
+        try:
+            if own is not AdaFisher.step and getattr(own, "hooked", None) is True:  # torch has wrapped a subclass's
+                return self._step(closure)
+            if closure is None and not (
+                self._optimizer_step_pre_hooks
+                or self._optimizer_step_post_hooks
+                or _global_optimizer_pre_hooks
+                or _global_optimizer_post_hooks
+                or _profiling()
+            ):
+                return self._step()
+            return self._watched_step(closure)
+        except BaseException:
+            forget_scale(self)
+            raise
 
     step.hooked = _SERVED  # type: ignore[attr-defined]  # torch must not wrap it
 
@@ -302,6 +316,8 @@ class AdaFisher(torch.optim.Optimizer):
             plan.expect_capture()
         hypers = self._checked_hypers()
         grads = plan.gradients()
+        if self.error_if_nonfinite:
+            check_finite(self, plan, grads, loss_scale)
         if self.samples:
             self._refresh(loss_scale)
         plan.update(hypers, grads, grad_scale)
@@ -331,16 +347,12 @@ class AdaFisher(torch.optim.Optimizer):
         Raises:
             BackendError: the optimizer is not capturable, or runs without the kernels.
         """
-        if not self.capturable or self.backend != "cuda":
-            rule = "the optimizer must be capturable and run on the CUDA backend"
-            got = f"capturable={self.capturable}, backend {self.backend!r}"
-            raise BackendError(f"capture: {rule}, got {got}; use {type(self).__name__}(model, ..., capturable=True)")
         return CapturedIteration(self, iteration)
 
     _watched_step = torch.optim.Optimizer.profile_hook_step(_step)  # calls hooks, and tells the profiler
 
     def _refresh(self, loss_scale: float) -> None:
-        _refuse_ranks("step")
+        check_ranks("step")
         unseen = [
             name for name, _, index, layer in self._modules if index not in self._seen and layer.weight.grad is not None
         ]
@@ -352,42 +364,42 @@ class AdaFisher(torch.optim.Optimizer):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The keys of the public implementation: `state`, `param_groups`, `steps`, `H_D`, `S_D` (in module order)."""
-        return with_factors(self, super().state_dict())
+        """The keys of the public implementation: `state`, `param_groups`, `steps`, `H_D`, `S_D` (in module order).
+
+        The tensors are the optimizer's own, not copies. Between backward and step it is the state after the last step:
+        what the backward pass has added is in it no more than gradients are, and a resumed run repeats the iteration.
+        """
+        # The first of the hooks, so that the others see all of it.
+        handle = self.register_state_dict_post_hook(with_factors, prepend=True)  # type: ignore[arg-type]
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Take over a `state_dict` of this class or of the public implementation. The caller's dict is not changed.
+        """Take over a `state_dict` of this class or of the public implementation. The caller's dict is not changed;
+        `skipped_refreshes` starts at 0, as the format has no room for it.
+
+        Momentum takes the dtype of its parameter; that of a 16-bit parameter keeps its own.
 
         Raises:
-            CafinError: it does not fit; nothing has been changed then.
+            CafinError: it does not fit, and the message names the first key that does not; nothing has been changed
+                then.
         """
         take_over(self, state_dict, super().load_state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._kept_factors is not None and self._kept_factors.pending:
-            raise CafinError(
-                f"{type(self).__name__}: a copy must be made between steps, got one between backward and step; "
-                "call step() or zero_grad() first"
-            )
-        kept = ("model", "_TCov", "averaging", "steps", "capturable", "grad_scaler", "_requested")
-        factors = self._factors
-        mine = {name: self.__dict__[name] for name in kept}
-        return {**super().__getstate__(), "_copied": (mine, list(factors.H), list(factors.S))}
+        return {**super().__getstate__(), "_copied": copied(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        copied = state.pop("_copied", None)
+        ours = state.pop("_copied", None)
         super().__setstate__(state)
         self._plan = None
-        if copied is None:  # load_state_dict comes by here too
-            return
-        mine, H, S = copied
-        self.__dict__.update(mine)
-        self._reset()
-        self._find_layers()
-        for index, pair in enumerate(zip(H, S)):
-            self._factors.load(index, *pair)
-        self._attach()
+        if self._loading is not None:  # load_state_dict comes by here too, between its hooks
+            self._loading.install(self)
+        if ours is not None:
+            go_on_from(self, ours)
 
 
 class AdaFisherW(AdaFisher):
@@ -400,13 +412,3 @@ def _detach(taps: list[Any]) -> None:
     for handle in taps:
         handle.remove()
     taps.clear()
-
-
-def _refuse_ranks(where: str) -> None:
-    """Each rank would follow its own factors, and the replicas would drift apart."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise BackendError(
-            f"{where}: the process group must have one rank, got {distributed.get_world_size()}; "
-            "factors are not yet reduced over ranks"
-        )

@@ -29,6 +29,11 @@ class CapturedIteration:
     """
 
     def __init__(self, optimizer: AdaFisher, iteration: Callable[[], Any]) -> None:
+        if not optimizer.capturable or optimizer.backend != "cuda":
+            rule = "the optimizer must be capturable and run on the CUDA backend"
+            got = f"capturable={optimizer.capturable}, backend {optimizer.backend!r}"
+            mend = f"use {type(optimizer).__name__}(model, ..., capturable=True)"
+            raise BackendError(f"capture: {rule}, got {got}; {mend}")
         self._optimizer, self._iteration = optimizer, iteration
         self._stream = torch.cuda.Stream()
         self._forget()
@@ -43,6 +48,8 @@ class CapturedIteration:
     def __call__(self) -> Any:
         """Train one iteration, on the current stream."""
         optimizer = self._optimizer
+        if optimizer.error_if_nonfinite:
+            raise BackendError("capture: error_if_nonfinite must be False, as a graph cannot wait for what it finds")
         plan = self._plan
         if plan is not None and (optimizer._plan is not plan or not plan.valid(optimizer)):
             self._forget()
@@ -112,6 +119,8 @@ def check_capture(optimizer: AdaFisher) -> None:
         rule = "run on the CUDA backend to be captured by a CUDA graph"
     elif getattr(optimizer, "found_inf", None) is not None:
         rule = "be captured without a GradScaler, whose verdict is read on the host"
+    elif optimizer.error_if_nonfinite:
+        rule = "be captured with error_if_nonfinite=False, which a graph cannot wait for"
     if rule is not None:
         name = type(optimizer).__name__
         mend = f"use {name}(model, ..., capturable=True), or capture forward and backward of an unsampled step alone"

@@ -101,8 +101,6 @@ def _parameters(module: Any, name: str) -> tuple[Any, Any]:
     if nn.utils.parametrize.is_parametrized(module, "weight"):
         return None, None  # computed anew at each access, which may even change the module's state
     weight, bias = module.weight, getattr(module, "bias", None)
-    if isinstance(weight, nn.parameter.UninitializedParameter):
-        refuse("AdaFisher", "model", "have initialised parameters", f"a lazy `{name}`", "run one forward pass first")
     if not isinstance(weight, nn.Parameter):  # affine=False, or computed by a hook
         return None, None
     return weight, bias if isinstance(bias, nn.Parameter) else None

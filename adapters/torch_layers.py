@@ -88,6 +88,8 @@ class Tap:
         """Let `receive` of this tap, or of `receiver`, have `h` and the gradient of `output` once that is known."""
         if not isinstance(h, Tensor) or not isinstance(output, Tensor) or not output.requires_grad:
             return
+        if h.layout is not torch.strided or h.is_nested:  # the layer keeps its factors, and a warning names it
+            return
         if _transforming():  # per-sample gradients and the like: their tensors mean nothing outside the transform
             return
         if not self.trains:

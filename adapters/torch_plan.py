@@ -5,12 +5,14 @@ from __future__ import annotations
 from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cafin_cupy.arrays import current_stream, refuse_overlap, torch_view, view
+from cafin_cupy.arrays import View, current_stream, torch_view, view
 from cafin_cupy.cuda_update import CudaSchedule, CudaUpdate, layout, rate, scalars
 from cafin_cupy.errors import refuse
+from cafin_cupy.memory import Written, refuse_overlap
 from cafin_cupy.rule import Hyper
 from cafin_cupy.spread import SpreadUpdate
 from cafin_cupy.unchanged import Unchanged, traits
@@ -31,6 +33,7 @@ class Plan:
 
     def __init__(self, optimizer: AdaFisher) -> None:
         self.groups = groups = optimizer.param_groups
+        self.model = optimizer.model
         self.listed = [list(group["params"]) for group in groups]
         every = [(number, p) for number, group in enumerate(groups) for p in group["params"]]
         active = [(number, p) for number, p in every if p.grad is not None or p in optimizer.state]
@@ -40,11 +43,13 @@ class Plan:
         self.group: list[int] = [number for number, _ in active]
         self.params: list[Tensor] = [p for _, p in active]
         self.names = {id(p): name for name, p in optimizer.model.named_parameters()}
-        factors = optimizer._factors
         views = [torch_view(p, "step", self._name(p)) for p in self.params]
-        for p, v in zip(self.params, views):
-            writable("step", self._name(p), v)
-        refuse_overlap("step", [(self._name(p), v) for p, v in zip(self.params, views)])
+        factors = optimizer._factors
+        written = [(self._name(p), v) for p, v in zip(self.params, views)]
+        written += self._momenta(optimizer)
+        for name, v in written:
+            writable("step", name, v)
+        refuse_overlap("step", written)
         places = [optimizer._owners.get(id(p)) for p in self.params]
         self.pairs = [
             pl and (factors.of_weight(pl[0]) if pl[1] == "weight" else factors.of_bias(pl[0])) for pl in places
@@ -84,6 +89,8 @@ class Plan:
         states = [self._state(optimizer, p) for p in self.params]
         self.in_order = len(self.kept) == len(states)  # no state of a parameter that has left its group
         self.averages: list[Tensor] = list(map(_AVERAGE, states))
+        self.written = Written([*views, *(torch_view(m, "step", "momentum") for m in self.averages)])
+        self.sizes = np.array([v.extent[1] - v.extent[0] for v in views], np.uint64)  # in bytes
         self.p, self.m = list(map(_ADDRESS, self.params)), list(map(_ADDRESS, self.averages))
         self.traits = traits(self.params)
         self.unchanged = Unchanged(self.params)
@@ -111,6 +118,13 @@ class Plan:
 
     def _name(self, p: Tensor) -> str:
         return self.names.get(id(p), "params")
+
+    def _momenta(self, optimizer: AdaFisher) -> list[tuple[str, View]]:
+        """Those that will be written where they are: not those that `_state` makes or replaces."""
+        kept = ((p, optimizer.state.get(p, {}).get("exp_avg")) for p in self.params)
+        named = [(p, f"momentum of {self._name(p)}", m) for p, m in kept if m is not None]
+        views = [(p, name, torch_view(m, "step", name)) for p, name, m in named]
+        return [(name, v) for p, name, v in views if v.strides == p.stride()]
 
     def _state(self, optimizer: AdaFisher, p: Tensor) -> dict[str, Any]:
         state = optimizer.state[p]
@@ -150,7 +164,7 @@ class Plan:
         except KeyError:
             return False
         return (
-            all(map(is_, averages, self.averages))
+            list(map(_ADDRESS, averages)) == self.m  # the old ones are kept, so others lie elsewhere
             and (self.schedule is None or all(map(is_, counts, self.steps)))
             and list(map(_ADDRESS, self.params)) == self.p
             and (self.unchanged(self.params) or self._as_before())
@@ -173,13 +187,35 @@ class Plan:
         grads: list[Any] = list(map(_GRADIENT, self.params))
         if self.fitting is not None and self.fitting(grads):
             self.complete = True
-            return grads
+            return grads if self.launch is not None else self._apart(grads)
         found = list(grads)
         for k, (p, g, mine, wanted) in enumerate(zip(self.params, found, traits(found), self.traits)):
-            if g is not None and mine != wanted:
+            if g is None:
+                continue
+            address = g.data_ptr()
+            if mine != wanted or not address or address % g.element_size():
                 grads[k] = self._fitting(p, g)
+        self._apart(grads)
         self.complete = all(g is not None for g in grads)
+        if not any(g is not None for g in grads):
+            self._refuse_strangers()
         self.fitting = Unchanged(grads) if self.complete and all(map(is_, found, grads)) else None
+        return grads
+
+    def _refuse_strangers(self) -> None:
+        """Refuse a model whose parameters have all been replaced: it would never be updated, and nobody would know."""
+        mine = {id(p) for listed in self.listed for p in listed}
+        parameters = list(self.model.parameters())
+        if any(p.grad is not None for p in parameters) and not any(id(p) in mine for p in parameters):
+            rule, got = "keep the parameters that the optimizer was made for", "others alone"
+            refuse("step", "model", rule, got, "make the optimizer after what replaces them")
+
+    def _apart(self, grads: list[Any]) -> list[Any]:
+        """Copy gradients that share memory with a parameter or momentum, as a function's backward may return them:
+        others are updated before these are read."""
+        starts = np.array([0 if g is None else g.data_ptr() for g in grads], np.uint64)
+        for k in self.written.touched(starts, starts + self.sizes):
+            grads[k] = grads[k].clone()
         return grads
 
     def _check(self, p: Tensor, g: Tensor | None) -> None:

@@ -38,8 +38,15 @@ def unscaling(optimizer: AdaFisher) -> tuple[float, float] | None:
     return 1.0, 1.0
 
 
-def checked_hyper(optimizer: AdaFisher, where: str, group: Mapping[str, Any]) -> Hyper:
-    """The scalars of a parameter group; those that were checked before are looked up."""
+def forget_scale(optimizer: AdaFisher) -> None:
+    """After a step that has raised: a `GradScaler` takes back what it has set for the step only if all went well, and
+    would multiply its next scale by what is left."""
+    for name in ("found_inf", "grad_scale"):
+        optimizer.__dict__.pop(name, None)
+
+
+def checked_hyper(optimizer: AdaFisher, where: str, group: Mapping[str, Any], path: str = "{}") -> Hyper:
+    """The scalars of a parameter group, which errors call by `path`; those that were checked before are looked up."""
     key = lr, beta, Lambda, weight_decay = (group["lr"], group["beta"], group["Lambda"], group["weight_decay"])
     plain = type(lr) in _PLAIN and type(beta) in _PLAIN and type(Lambda) in _PLAIN and type(weight_decay) in _PLAIN
     known = optimizer._hypers.get(key) if plain else None
@@ -50,11 +57,12 @@ def checked_hyper(optimizer: AdaFisher, where: str, group: Mapping[str, Any]) ->
             if name == "lr" and optimizer.capturable:
                 if lr.dtype is not torch.float32 or lr.numel() != 1:
                     rule, got = "be float32 with one element, if on a GPU", f"{lr.dtype} of shape {tuple(lr.shape)}"
-                    refuse(where, name, rule, got)
+                    refuse(where, path.format(name), rule, got)
                 lr = 0.0  # read on the device
                 continue
-            refuse(where, name, "be a number or a CPU tensor", f"a tensor on {group[name].device}", "pass .item()")
-    hyper = Hyper.checked(where, lr, beta, Lambda, weight_decay, optimizer._decoupled)
+            got = f"a tensor on {group[name].device}"
+            refuse(where, path.format(name), "be a number or a CPU tensor", got, "pass .item()")
+    hyper = Hyper.checked(where, lr, beta, Lambda, weight_decay, optimizer._decoupled, path)
     if plain:
         if len(optimizer._hypers) > 1000:  # a schedule makes new ones with every step
             optimizer._hypers.clear()

@@ -1,14 +1,16 @@
-"""State dicts: the factors in them, and the checks before anything is taken over."""
+"""State dicts: what is in them, and the checks before anything is taken over. And what copies keep besides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from cafin_cupy.errors import CafinTypeError, refuse
+from cafin_cupy.arrays import wraps_others
+from cafin_cupy.errors import CafinError, CafinTypeError, refuse
 from cafin_cupy.rule import whole
 
 from .torch_scalars import SCALARS, checked_hyper
@@ -18,122 +20,237 @@ if TYPE_CHECKING:
     from .torch import AdaFisher
 
 OF_OLD = (nn.Linear, nn.Conv2d, nn.BatchNorm2d, nn.LayerNorm)
+WHERE = "load_state_dict"
+MEND = "it must come from AdaFisher's state_dict()"
 KEYS = ("state", "param_groups", "H_D", "S_D", "steps")
+ENTRY = ("step", "exp_avg")  # of a parameter that has momentum
+KEPT = ("model", "_TCov", "averaging", "steps", "capturable", "grad_scaler", "error_if_nonfinite", "_requested")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def with_factors(optimizer: AdaFisher, state: dict[str, Any]) -> dict[str, Any]:
     """The state dict of torch's part, with ours added."""
+    entries = state["state"]
+    if optimizer.steps or entries:  # an entry for each parameter, so that none can be lost without notice
+        indices = [index for group in state["param_groups"] for index in group["params"]]
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        state["state"] = {index: _entry(entries.get(index), p) for index, p in zip(indices, parameters)}
     factors = optimizer._factors
-    if optimizer.capturable:  # counts as numbers, which every AdaFisher reads
-        state["state"] = {key: {**entry, "step": int(entry.get("step", 0))} for key, entry in state["state"].items()}
     state["H_D"] = [factors.H[index] for _, _, index, _ in optimizer._modules]
     state["S_D"] = [factors.S[index] for _, _, index, _ in optimizer._modules]
     state["steps"] = optimizer.steps
     return state
 
 
-def take_over(optimizer: AdaFisher, state_dict: Mapping[str, Any], load: Callable[[Any], None]) -> None:
-    """See `AdaFisher.load_state_dict`; `load` takes over torch's part."""
-    where = "load_state_dict"
-    check_state(where, state_dict, optimizer.param_groups)
-    for group in state_dict["param_groups"]:
-        checked_hyper(optimizer, where, {**optimizer.defaults, **group})
-    stored, missing = split_layers(optimizer._modules, state_dict)
-    layers = [(name, optimizer._layers[index]) for name, _, index, _ in stored]
-    H = check_factors(where, "H_D", state_dict["H_D"], [(name, layer.H_size) for name, layer in layers])
-    S = check_factors(where, "S_D", state_dict["S_D"], [(name, layer.S_size) for name, layer in layers])
-    factors = optimizer._factors
-    pairs = [
-        [F.to(device=mine[index].device, dtype=mine[index].dtype) for F, mine in ((h, factors.H), (s, factors.S))]
-        for (_, _, index, _), h, s in zip(stored, H, S)
-    ]
-    load({key: state_dict[key] for key in ("state", "param_groups")})
-    for group in optimizer.param_groups:
-        for name in SCALARS:
-            group.setdefault(name, optimizer.defaults[name])
-    for state in optimizer.state.values():
-        if "step" in state:
-            state["step"] = int(state["step"])
-        if "exp_avg" in state:
-            state["exp_avg"] = state["exp_avg"].clone()  # torch shares it with the caller's dict
-    for (_, _, index, _), pair in reversed(list(zip(stored, pairs))):  # the first of shared modules wins
-        factors.load(index, *pair)
-    for _, _, index, _ in missing:
-        factors.restart(index)
-    factors.discard()
-    optimizer._count_steps(int(state_dict["steps"]))
-    warn_not_stored(where, [name for name, *_ in missing])
+def _entry(entry: Any, p: Tensor) -> dict[str, Any]:
+    """A parameter's state as the next step would complete it; the step as a number, which every AdaFisher reads."""
+    if not entry:
+        return {}
+    average = entry.get("exp_avg")
+    average = torch.zeros_like(p, memory_format=torch.preserve_format) if average is None else average
+    return {**entry, "step": int(entry.get("step", 0)), "exp_avg": average}
 
 
-def split_layers(modules: Sequence[Any], state_dict: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+def take_over(optimizer: AdaFisher, state_dict: Any, load: Callable[[Any], None]) -> None:
+    """See `AdaFisher.load_state_dict`; `load` is torch's, which calls the script's hooks and then `__setstate__`."""
+    _mapping("state_dict", state_dict)
+
+    def check(_: Any, given: Any) -> dict[str, Any]:
+        optimizer._loading = Checkpoint(optimizer, given)
+        return {
+            "state": {},
+            "param_groups": given["param_groups"],
+        }  # torch would cast momentum to its parameter's dtype
+
+    handle = optimizer.register_load_state_dict_pre_hook(check)  # the last: it sees what the others make of the dict
+    try:
+        load(dict(state_dict))
+        missing = [name for name, *_ in optimizer._loading.missing]
+    finally:
+        handle.remove()
+        optimizer._loading = None
+    warn_not_stored(WHERE, missing)
+
+
+def split_layers(modules: Sequence[Any], given: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """(layers whose factors a checkpoint holds, those it knows nothing of).
 
     It holds those of all layers; or of the types alone that the public implementation gives factors, and that versions
     of this one knew which had no others. The remaining layers then had F = 1, and begin at that."""
     known = [module for module in modules if isinstance(module[1], OF_OLD)]
-    given = [state_dict[key] for key in ("H_D", "S_D")]
-    if len(known) < len(modules) and all(isinstance(x, (list, tuple)) and len(x) == len(known) for x in given):
+    factors = [given[key] for key in ("H_D", "S_D")]
+    if len(known) < len(modules) and all(isinstance(x, (list, tuple)) and len(x) == len(known) for x in factors):
         return known, [module for module in modules if not isinstance(module[1], OF_OLD)]
     return list(modules), []
 
 
-def check_state(where: str, state_dict: Any, param_groups: list[dict[str, Any]]) -> None:
-    """Refuse a dict that is not an AdaFisher's, or not of these parameters."""
-    mend = "it must come from AdaFisher's state_dict()"
-    _mapping(where, "state_dict", state_dict, KEYS, mend)
-    whole(where, "steps", state_dict["steps"], 0)
-    groups, state = state_dict["param_groups"], state_dict["state"]
+class Checkpoint:
+    """A state dict that fits an optimizer: checked, and copied to where it will serve.
+
+    Raises:
+        CafinError: it does not fit; the message names the first key that does not.
+    """
+
+    def __init__(self, optimizer: AdaFisher, given: Any) -> None:
+        _mapping("state_dict", given, KEYS)
+        self.steps = _count("steps", given["steps"])
+        groups = _checked_groups(optimizer, given["param_groups"])
+        self.entries = _checked_state(optimizer, given["state"], groups, self.steps)
+        stored, self.missing = split_layers(optimizer._modules, given)
+        layers = [(name, optimizer._layers[index]) for name, _, index, _ in stored]
+        factors = optimizer._factors
+        H = _checked_factors("H_D", given["H_D"], [(name, layer.H_size) for name, layer in layers])
+        S = _checked_factors("S_D", given["S_D"], [(name, layer.S_size) for name, layer in layers])
+        self.factors = {
+            index: (_like(factors.H[index], h), _like(factors.S[index], s))
+            for (_, _, index, _), h, s in reversed(list(zip(stored, H, S)))  # the first of shared ones wins
+        }
+
+    def install(self, optimizer: AdaFisher) -> None:
+        """Take over all but the groups."""
+        for group in optimizer.param_groups:
+            for name in SCALARS:
+                group.setdefault(name, optimizer.defaults[name])
+        optimizer.state.update(self.entries)
+        for index, pair in self.factors.items():
+            optimizer._factors.load(index, *pair)
+        for _, _, index, _ in self.missing:
+            optimizer._factors.restart(index)
+        optimizer._factors.count_from(None)
+        optimizer._factors.discard()
+        optimizer._count_steps(self.steps)
+
+
+def copied(optimizer: AdaFisher) -> tuple[Any, ...]:
+    """What a copy of the optimizer takes along beside torch's part."""
+    if optimizer._kept_factors is not None and optimizer._kept_factors.pending:
+        raise CafinError(
+            f"{type(optimizer).__name__}: a copy must be made between steps, got one between backward and step; "
+            "call step() or zero_grad() first"
+        )
+    factors = optimizer._factors
+    mine = {name: optimizer.__dict__[name] for name in KEPT}
+    return mine, list(factors.H), list(factors.S), list(factors.skipped)
+
+
+def go_on_from(optimizer: AdaFisher, ours: tuple[Any, ...]) -> None:
+    """Make a copy of what `copied` has told."""
+    mine, H, S, skipped = ours
+    optimizer.__dict__.update(mine)
+    optimizer._reset()
+    optimizer._find_layers()
+    for index, pair in enumerate(zip(H, S)):
+        optimizer._factors.load(index, *pair)
+    optimizer._factors.count_from(skipped)
+    optimizer._attach()
+
+
+def _checked_groups(optimizer: AdaFisher, groups: Any) -> Any:
+    mine, seen = optimizer.param_groups, set()  # type: ignore[var-annotated]
     if not isinstance(groups, (list, tuple)):
-        refuse(where, "param_groups", "be a list of groups", type(groups).__name__, mend, CafinTypeError)
-    for number, group in enumerate(groups):
-        _mapping(where, f"param_groups[{number}]", group, ("params",), mend)
-        if not isinstance(group["params"], (list, tuple)) or not all(
-            isinstance(index, int) for index in group["params"]
-        ):
-            refuse(where, f"param_groups[{number}]['params']", "be a list of numbers", group["params"], mend)
-    sizes = [len(group["params"]) for group in param_groups]
-    given = [len(group["params"]) for group in groups]
-    if given != sizes:
-        refuse(where, "param_groups", f"have groups of {sizes} parameters", given)
-    _mapping(where, "state", state, (), mend)
+        refuse(WHERE, "param_groups", "be a list of groups", type(groups).__name__, MEND, CafinTypeError)
+    if len(groups) != len(mine):
+        refuse(WHERE, "param_groups", f"hold {len(mine)} groups, as the optimizer has", len(groups))
+    for number, (group, own) in enumerate(zip(groups, mine)):
+        name = f"param_groups[{number}]"
+        # The public implementation keeps no Lambda there.
+        _mapping(name, group, ("params", *(SCALARS if _ours(groups) else ("lr", "beta", "weight_decay"))))
+        indices, wanted = group["params"], len(own["params"])
+        if not isinstance(indices, (list, tuple)) or not all(type(index) is int for index in indices):
+            refuse(WHERE, f"{name}['params']", "be a list of numbers", indices, MEND)
+        if len(indices) != wanted:
+            refuse(WHERE, f"{name}['params']", f"hold {wanted} numbers, one for each parameter", len(indices))
+        checked_hyper(optimizer, WHERE, {**optimizer.defaults, **group}, f"{name}['{{}}']")
+        if len(seen.union(indices)) < len(seen) + wanted:
+            refuse(WHERE, f"{name}['params']", "hold each number once", indices, MEND)
+        seen.update(indices)
+    return groups
+
+
+def _ours(groups: Any) -> bool:
+    """Written by this class, not by the public implementation."""
+    return any(isinstance(group, Mapping) and "Lambda" in group for group in groups)
+
+
+def _checked_state(optimizer: AdaFisher, state: Any, groups: Any, steps: int) -> dict[Tensor, dict[str, Any]]:
+    """The state of each parameter that has any: step, momentum, and whatever else a script has put there."""
+    _mapping("state", state)
     indices = [index for group in groups for index in group["params"]]
-    parameters = dict(zip(indices, (p for group in param_groups for p in group["params"])))
-    for index, entry in state.items():
+    parameters = dict(zip(indices, (p for group in optimizer.param_groups for p in group["params"])))
+    entries: dict[Tensor, dict[str, Any]] = {}
+    for index, p in parameters.items():
+        name = f"state[{index}]"
+        if index not in state:  # the public implementation never updates the last parameters of some models
+            if steps and _ours(groups):
+                refuse(WHERE, name, "be there, empty for a parameter without momentum", "no such key", MEND)
+            continue
+        entry = state[index]
+        _mapping(name, entry)
+        if entry:
+            _mapping(name, entry, ENTRY)
+            count = _count(f"{name}['step']", entry["step"])
+            _numbers(f"{name}['exp_avg']", entry["exp_avg"], tuple(p.shape))
+            more = {key: _copied(value, p) for key, value in entry.items() if key not in ENTRY}
+            entries[p] = {"step": count, "exp_avg": _momentum(p, entry["exp_avg"]), **more}
+    for index in state:
         if index not in parameters:
-            refuse(where, "state", f"have keys among {indices}", index)
-        _mapping(where, f"state[{index}]", entry, (), mend)
-        whole(where, f"state[{index}]['step']", entry.get("step", 0), 0)
-        if "exp_avg" in entry:
-            _numbers(where, f"state[{index}]['exp_avg']", entry["exp_avg"], tuple(parameters[index].shape))
+            refuse(WHERE, f"state[{index!r}]", f"belong to a parameter of the groups, which are {indices}", "none")
+    return entries
 
 
-def check_factors(where: str, key: str, given: Any, sizes: Sequence[tuple[str, int]]) -> list[Tensor]:
-    """A checkpoint's `H_D` or `S_D` as a list, refused if it is not one vector for each (name, size)."""
-    if not isinstance(given, (list, tuple)) or len(given) != len(sizes):
-        got = len(given) if isinstance(given, (list, tuple)) else type(given).__name__
-        refuse(where, key, f"hold {len(sizes)} tensors, one for each layer", got)
-    for (name, size), factor in zip(sizes, given):
-        _numbers(where, f"{key} of {name}", factor, (size,))
+def _momentum(p: Tensor, average: Tensor) -> Tensor:
+    """A copy in the parameter's memory layout. That of a 16-bit parameter keeps its precision, as it was trained."""
+    dtype = p.dtype if p.dtype in (torch.float32, torch.float64) else average.dtype
+    return torch.empty_like(p, dtype=dtype, requires_grad=False).copy_(average.detach())
+
+
+def _copied(value: Any, p: Tensor) -> Any:
+    return value.detach().to(p.device, copy=True) if isinstance(value, Tensor) else deepcopy(value)
+
+
+def _like(mine: Tensor, given: Tensor) -> Tensor:
+    """A copy of `given` of the dtype, device and memory layout of `mine`."""
+    return torch.empty_like(mine).copy_(given.detach())
+
+
+def _checked_factors(key: str, given: Any, sizes: Sequence[tuple[str, int]]) -> list[Tensor]:
+    """A checkpoint's `H_D` or `S_D`, refused if it is not one vector for each (name, size)."""
+    if not isinstance(given, (list, tuple)):
+        refuse(WHERE, key, "be a list of tensors, one for each layer", type(given).__name__, MEND, CafinTypeError)
+    for number, ((name, size), factor) in enumerate(zip(sizes, given)):
+        argument = f"{key}[{number}]"
+        _numbers(argument, factor, (size,), f" for layer `{name}`")
         if not bool(((factor >= 0) & torch.isfinite(factor)).all()):
-            refuse(
-                where, f"{key} of {name}", "hold finite numbers >= 0", "others", "the run that saved it had diverged"
-            )
+            refuse(WHERE, argument, "hold finite numbers >= 0", "others", "the run that saved it had diverged")
+    if len(given) != len(sizes):
+        refuse(WHERE, key, f"hold {len(sizes)} tensors, one for each layer", len(given))
     return list(given)
 
 
-def _mapping(where: str, name: str, value: Any, keys: Sequence[str], mend: str) -> None:
+def _mapping(name: str, value: Any, keys: Sequence[str] = ()) -> None:
     if not isinstance(value, Mapping):
-        refuse(where, name, "be a mapping", type(value).__name__, mend, CafinTypeError)
+        refuse(WHERE, name, "be a mapping", type(value).__name__, MEND, CafinTypeError)
     for key in keys:
         if key not in value:
-            refuse(where, name, f"have the key {key!r}", sorted(map(str, value)), mend)
+            refuse(WHERE, name, f"have the key {key!r}", sorted(map(str, value)), MEND)
 
 
-def _numbers(where: str, name: str, value: Any, shape: tuple[int, ...]) -> None:
+def _count(name: str, value: Any) -> int:
+    """A number of steps, which the device counts in 64 bits."""
+    count = whole(WHERE, name, value, 0)
+    if count >= 2**62:
+        refuse(WHERE, name, f"be a number of steps, below {2**62}", count)
+    return count
+
+
+def _numbers(name: str, value: Any, shape: tuple[int, ...], of: str = "") -> None:
     """Refuse what is not a dense tensor of real floating-point numbers in memory."""
-    if not isinstance(value, Tensor) or tuple(value.shape) != shape:
-        got = str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
-        refuse(where, name, f"be a tensor of shape {shape}", got)
-    if value.layout is not torch.strided or not value.is_floating_point() or value.is_meta:
-        got = f"{value.dtype}, {value.layout}, on {value.device}"
-        refuse(where, name, "be a dense tensor of real floating-point numbers in memory", got)
+    if not isinstance(value, Tensor):
+        refuse(WHERE, name, f"be a tensor of shape {shape}{of}", type(value).__name__, kind=CafinTypeError)
+    if value.is_nested or wraps_others(value) or value.layout is not torch.strided or value.is_meta:
+        got = f"{type(value).__name__} of layout {value.layout} on {value.device}"
+        refuse(WHERE, name, "be a dense tensor in memory", got)
+    if tuple(value.shape) != shape:
+        refuse(WHERE, name, f"be a tensor of shape {shape}{of}", tuple(value.shape))
+    if value.dtype not in FLOATS:
+        refuse(WHERE, name, "hold real floating-point numbers", value.dtype)

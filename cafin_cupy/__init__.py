@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import reference
-    from .errors import BackendError, CafinError, CafinTypeError, CafinValueError
+    from .errors import BackendError, CafinError, CafinTypeError, CafinValueError, NonFiniteError
     from .layers import (
         BatchNorm1d,
         BatchNorm2d,
@@ -58,6 +58,7 @@ _HOME = {
     "InstanceNorm": "layers",
     "LayerNorm": "layers",
     "Linear": "layers",
+    "NonFiniteError": "errors",
     "RMSNorm": "layers",
     "SyncBatchNorm": "layers",
     "TransposedLinear": "layers",
@@ -84,6 +85,7 @@ __all__ = [
     "InstanceNorm",
     "LayerNorm",
     "Linear",
+    "NonFiniteError",
     "RMSNorm",
     "SyncBatchNorm",
     "TransposedLinear",

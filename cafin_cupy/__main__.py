@@ -48,6 +48,12 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--batch-size", type=int, metavar="N", help="default: 64")
     run.add_argument("--seed", type=int, metavar="N", help="of weights, order and shifts; default: 0")
     run.add_argument("--output", type=Path, metavar="PATH", help="PNG of the curves; default: training.png")
+    run.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="FILE",
+        help="save all there after each epoch, and go on from it if it exists",
+    )
     run.add_argument("--quiet", action="store_true", help="print the summary alone")
 
     commands.add_parser(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from .errors import CafinTypeError, refuse
 
@@ -65,7 +65,7 @@ class View(NamedTuple):
 
     @property
     def contiguous(self) -> bool:
-        return self.size == 0 or same_strides(self.shape, self.strides, contiguous_strides(self.shape))
+        return same_strides(self.shape, self.strides, contiguous_strides(self.shape))
 
 
 def item_size(dtype: str) -> int:
@@ -82,7 +82,8 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def same_strides(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    return all(n == 1 or x == y for n, x, y in zip(shape, a, b))
+    """True if arrays of these strides have the same order in memory; axes of one entry, and empty arrays, have any."""
+    return 0 in shape or all(n == 1 or x == y for n, x, y in zip(shape, a, b))
 
 
 def torch_of(array: Any) -> Any:
@@ -91,11 +92,17 @@ def torch_of(array: Any) -> Any:
     return torch if torch is not None and isinstance(array, torch.Tensor) else None
 
 
+def wraps_others(tensor: Any) -> bool:
+    """True of a torch tensor whose values lie in other tensors: a DTensor (FSDP2, tensor parallel), a quantized one."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
 def known(array: Any, where: str, name: str) -> Any:
     """`array` itself if the reference can compute on it and write to it, else a NumPy or CuPy array on its memory."""
     from array_api_compat import is_array_api_obj
 
     if torch_of(array) is not None:
+        refuse_without_memory(array, where, name)
         return array.detach()
     if is_array_api_obj(array):
         return array
@@ -117,6 +124,8 @@ def known(array: Any, where: str, name: str) -> Any:
 
         return numpy.from_dlpack(array)
     if kind in _DLPACK_CUDA:
+        if str(getattr(array, "dtype", "")) == "bfloat16":  # CuPy 13 would end with a segmentation fault
+            refuse(where, name, "have a dtype of CuPy's", "bfloat16", "convert it", CafinTypeError)
         import cupy
 
         return cupy.from_dlpack(array)
@@ -128,6 +137,7 @@ def view(array: Any, where: str = "view", name: str = "array") -> View:
 
     Raises:
         CafinTypeError: not an array, or one whose memory cannot be reached.
+        CafinValueError: an address in it is no multiple of an element's size.
     """
     if torch_of(array) is not None:
         return torch_view(array, where, name)
@@ -146,23 +156,52 @@ def view(array: Any, where: str = "view", name: str = "array") -> View:
     dtype = _dtype_name(interface["typestr"], where, name)
     item = item_size(dtype)
     in_bytes = interface.get("strides") or tuple(item * step for step in contiguous_strides(shape))
+    if 0 not in shape and any(n > 1 and step % item for n, step in zip(shape, in_bytes)):
+        _refuse_unaligned(where, name, f"strides of {in_bytes} bytes for {dtype}")
     in_elements = tuple(int(step) // item for step in in_bytes)
     ptr, read_only = interface["data"]
-    return View(int(ptr), shape, in_elements, dtype, device, not read_only, array)
+    return _aligned(View(int(ptr), shape, in_elements, dtype, device, not read_only, array), where, name)
 
 
 def torch_view(tensor: Any, where: str, name: str) -> View:
     """`view` of a torch tensor, which may require gradients."""
-    if tensor.layout is not torch_of(tensor).strided:
-        refuse(where, name, "be dense", f"layout {tensor.layout}", "call .to_dense()", CafinTypeError)
+    refuse_without_memory(tensor, where, name)
     if tensor.is_neg():  # memory holds the opposite sign
         refuse(where, name, "hold its values in memory", "a tensor with the negative bit", "call .resolve_neg()")
-    kind = tensor.device.type
-    if kind not in ("cpu", "cuda"):
-        refuse(where, name, "lie in CPU or CUDA memory", f"device {tensor.device}", kind=CafinTypeError)
     dtype = str(tensor.dtype).removeprefix("torch.")
-    device = "cpu" if kind == "cpu" else tensor.device.index
-    return View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), dtype, device, True, tensor)
+    device = "cpu" if tensor.device.type == "cpu" else tensor.device.index
+    return _aligned(
+        View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), dtype, device, True, tensor), where, name
+    )
+
+
+def refuse_without_memory(tensor: Any, where: str, name: str) -> None:
+    """Refuse a torch tensor that is not a dense array in the memory of a CPU or GPU."""
+    torch = torch_of(tensor)
+    if torch.nn.parameter.is_lazy(tensor):
+        refuse(where, name, "be initialised", "a lazy parameter", "run one forward pass first", CafinTypeError)
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        refuse(where, name, "be dense", got, "call .to_dense(), or .to_padded_tensor()", CafinTypeError)
+    if wraps_others(tensor):
+        mend = "FSDP2, tensor parallelism and quantized tensors are not served"
+        refuse(where, name, "be a plain tensor, with memory of its own", type(tensor).__name__, mend, CafinTypeError)
+    if tensor.device.type not in ("cpu", "cuda"):
+        refuse(where, name, "lie in CPU or CUDA memory", f"device {tensor.device}", kind=CafinTypeError)
+    if tensor.data_ptr() == 0 and tensor.numel():  # wrapper subclasses, and storages that have been given back
+        got, mend = f"a {type(tensor).__name__} without memory", "allocate it, or pass the tensor that it stands for"
+        refuse(where, name, "have memory of its own", got, mend, CafinTypeError)
+
+
+def _aligned(v: View, where: str, name: str) -> View:
+    """`v` itself, if its elements lie at multiples of their size, as every access of a GPU must."""
+    if v.ptr % item_size(v.dtype) and v.size:
+        _refuse_unaligned(where, name, f"address {v.ptr:#x} for {v.dtype}")
+    return v
+
+
+def _refuse_unaligned(where: str, name: str, got: str) -> NoReturn:
+    refuse(where, name, "lie at multiples of its elements' size", got, "pass a copy")
 
 
 def _dtype_name(typestr: str, where: str, name: str) -> str:
@@ -217,31 +256,6 @@ def on_device(device: int) -> Any:
     import cupy
 
     return nullcontext() if cupy.cuda.runtime.getDevice() == device else cupy.cuda.Device(device)
-
-
-def on_stream(array: Any, device: int, stream: Any) -> Any:
-    """Context in which the framework that owns `array` works on `stream`; None changes nothing."""
-    if stream is None:
-        return nullcontext()
-    address = current_stream(array, device, stream)
-    torch = torch_of(array)
-    if torch is not None:
-        return torch.cuda.stream(torch.cuda.ExternalStream(address, device=torch.device("cuda", device)))
-    import cupy
-
-    if hasattr(cupy.cuda.Stream, "from_external"):  # CuPy 14
-        return cupy.cuda.Stream.from_external(_Address(address))
-    return cupy.cuda.ExternalStream(address, device)
-
-
-class _Address:
-    """A stream known by its address, in the protocol by which CuPy takes it over."""
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.address
 
 
 def allocate(like: Any, size: int) -> tuple[Any, int]:
@@ -364,21 +378,3 @@ def _plain(array: Any) -> Any:
 def place(device: int | str) -> str:
     """A device's usual name."""
     return f"cuda:{device}" if isinstance(device, int) else device
-
-
-def refuse_overlap(where: str, written: Sequence[tuple[str, View]], read: Sequence[tuple[str, View]] = ()) -> None:
-    """Refuse arrays that are written and share memory with any other: their updates would run in no defined order."""
-    spans = sorted(
-        (str(v.device), *v.extent, name, is_written)
-        for is_written, named in ((True, written), (False, read))
-        for name, v in named
-        if v.size
-    )
-    reach: dict[bool, tuple[str, int, str]] = {}  # by kind: the span that reaches furthest so far
-    for device, start, end, name, is_written in spans:
-        for kind, (other_device, other_end, other) in reach.items():
-            if (is_written or kind) and other_device == device and start < other_end:
-                rule = f"not share memory with `{other}`"
-                refuse(where, name, rule, "overlapping or interleaved memory", "pass each array once, or a copy")
-        if is_written not in reach or reach[is_written][0] != device or reach[is_written][1] < end:
-            reach[is_written] = (device, end, name)

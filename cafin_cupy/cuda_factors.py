@@ -16,23 +16,16 @@ import numpy as np
 from array_api_compat import array_namespace
 
 from . import table
-from .arrays import (
-    View,
-    allocate,
-    beside,
-    copy_like,
-    current_stream,
-    item_size,
-    order,
-    view,
-)
+from .arrays import View, allocate, beside, copy_like, current_stream, item_size, order, view
 from .errors import refuse
 from .factors import Factors
 from .fold import FOLD_BLOCK, patches_job, plain_job
 from .layers import Columns, Layer
 from .matrix import COLUMN_SUMS_BLOCK, Matrix, matrix, split
+from .reference import RawSums
 from .rule import Averaging
 from .runtime import Arguments, Launch, prepare
+from .streams import joined
 from .unchanged import Unchanged, version
 
 ELEMENTS = {"float32": 0, "bfloat16": 1, "float16": 2}  # what column_sums reads, by its number there
@@ -175,12 +168,11 @@ class CudaFactors(Factors):
             like, count = self.H[0], len(self.layers)
             self._fold_table = table.DeviceTable(table.FoldJob, 3 * count, like, device)  # S may have two
             self._average_table = table.DeviceTable(table.AverageJob, count, like, device)
-            self._pointers = [
-                [view(a[i]).ptr for a in (self.H, self.H_effective, self.S, self.S_effective)] for i in range(count)
-            ]
+            state = (self.H, self.H_effective, self.S, self.S_effective, self.skipped)
+            self._pointers = [[view(a[i]).ptr for a in state] for i in range(count)]
         self._fold_key: Any = None
         self._fold_shares: Any = None
-        self._held: list[Any] = []  # what CUDA graphs read
+        self._held: dict[int, Any] = {}  # what CUDA graphs read, by id
         self._average_key: Any = None
 
     @property
@@ -188,8 +180,9 @@ class CudaFactors(Factors):
         return any(sums.count for sums in self._sums)
 
     def accumulate(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
-        self.defer(index, h, s, layer)
-        self.flush()
+        with joined([h, s, self.H[index]], self.device, current_stream(h, self.device)):
+            self.defer(index, h, s, layer)
+            self.flush()
 
     def defer(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
         layer = layer or self.layers[index]
@@ -268,7 +261,7 @@ class CudaFactors(Factors):
         return layer.read(h, s)
 
     def _checked(self, layer: Layer, name: str, array: Any) -> View:
-        v = view(array, "accumulate", name)
+        v = view(array, "accumulate", f"{name} of {layer.label}")
         if v.device != self.device or v.dtype not in ELEMENTS:
             rule, got = f"be {', '.join(ELEMENTS)} on cuda:{self.device}", f"{v.dtype} on {v.device}"
             refuse("accumulate", f"{name} of {layer.label}", rule, got, "convert it, or use backend='reference'")
@@ -314,20 +307,19 @@ class CudaFactors(Factors):
             self._average_table,
             *(x for p in parts for x in (p.memory, p.sums)),
         ):
-            if memory is not None and not self._is_held(memory):
-                self._held.append(memory)
-
-    def _is_held(self, memory: Any) -> bool:
-        return any(memory is held for held in self._held)
+            if memory is not None:
+                self._held[id(memory)] = memory
 
     def _writable(self, rows: table.DeviceTable) -> table.DeviceTable:
         """A table that no CUDA graph reads."""
-        return rows.like() if self._is_held(rows) else rows
+        return rows.like() if id(rows) in self._held else rows
 
     def _fold_all(self, stream: int) -> None:
         """Fold all partial sums, in one launch."""
         self.flush()
         unfolded = [sums for sums in self._sums if sums.unfolded]
+        if not unfolded:
+            return
         for sums in unfolded:
             for half in sums.halves:
                 half.room(sums.folded)
@@ -346,6 +338,21 @@ class CudaFactors(Factors):
         self._fold(self._fold_arguments, len(self._fold_shares.rows), stream)
         for sums in unfolded:
             sums.unfolded, sums.folded = False, True
+
+    def sums(self) -> list[tuple[int, RawSums]]:
+        if not self.layers:
+            return []
+        self._fold_all(current_stream(self.H[0], self.device))
+        return [(index, self._raw_sums(index)) for index, sums in enumerate(self._sums) if sums.count]
+
+    def _raw_sums(self, index: int) -> RawSums:
+        """What the kernels have summed, as the reference takes it."""
+        layer = self.layers[index]
+        H, S = (half.sums[: half.units] for half in self._sums[index].halves)
+        xp, (H_groups, S_groups), weight = array_namespace(H), layer.shares, S.shape[0] - layer.tail
+        H = xp.sum(xp.reshape(H, (H_groups, -1)), axis=0)
+        S = xp.concat([xp.sum(xp.reshape(S[:weight], (S_groups, -1)), axis=0), S[weight:]])
+        return RawSums(H, S, self._sums[index].count)
 
     def update(self, grad_scale: float = 1.0) -> None:
         self.flush()  # which may drop a layer
@@ -366,19 +373,14 @@ class CudaFactors(Factors):
             self._average_table.upload(stream)
             self._average_key = key
         rule = self.averaging
-        self._average_arguments.values[...] = (
-            self._average_table.ptr,
-            rule.keep,
-            rule.add,
-            rule.normalize == "after",
-            0,
-        )
+        after = rule.normalize == "after"
+        self._average_arguments.values[...] = (self._average_table.ptr, rule.keep, rule.add, after, 0)
         self._average(self._average_arguments, len(seen), stream)
         self.discard()
 
     def _average_job(self, index: int, grad_scale: float) -> Any:
         sums, layer = self._sums[index], self.layers[index]
-        H, H_effective, S, S_effective = self._pointers[index]
+        H, H_effective, S, S_effective, skipped = self._pointers[index]
         h, s = sums.halves
         (H_groups, S_groups), tail = layer.shares, layer.tail
         H_mean, S_mean = layer.mean(sums.count)
@@ -387,8 +389,7 @@ class CudaFactors(Factors):
         return (
             (h.ptr, H, H_effective, H_units, layer.H_size, H_groups, 0, H_mean, entry or 0.0),
             (s.ptr, S, S_effective, S_units, layer.S_size, S_groups, tail, S_mean, 0.0),
-            layer.norm,
-            layer.counted,
+            *(skipped, layer.norm, layer.counted),
         )
 
     def discard(self) -> None:

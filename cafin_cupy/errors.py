@@ -17,6 +17,10 @@ class CafinTypeError(CafinError, TypeError):
     """An argument is of a kind that cannot be used."""
 
 
+class NonFiniteError(CafinError, FloatingPointError):
+    """`error_if_nonfinite` is on, and what a step was about to use holds an inf or a NaN. Nothing has been changed."""
+
+
 class BackendError(CafinError, RuntimeError):
     """A backend was asked for that cannot run here."""
 

@@ -27,6 +27,8 @@ class Factors:
         H_effective, S_effective: what enters the preconditioner: the same arrays, or their normalised form where the
             rule normalises after averaging, in float32 (float64 for float64 weights).
             All of them are refreshed in place, so views of them stay valid.
+        skipped: of each layer, how often a NaN in its raw moments has kept its factors as they were: int64, (1,),
+            counted in place, on the layer's device.
         kernels: True where the CUDA kernels compute.
     """
 
@@ -42,12 +44,18 @@ class Factors:
         else:
             self.H_effective = [self._effective(layer, H) for layer, H in zip(self.layers, self.H)]
             self.S_effective = [self._effective(layer, S) for layer, S in zip(self.layers, self.S)]
+        self.skipped = [self._zero(layer) for layer in self.layers]
 
     def _ones(self, layer: Layer, size: int) -> Any:
         weight = known(layer.weight, type(layer).__name__, "weight")
         xp = array_namespace(weight)
         dtype = xp.float64 if self.averaging.normalize == "after" else _precision(weight)
         return xp.ones((size,), dtype=dtype, device=device(weight))
+
+    def _zero(self, layer: Layer) -> Any:
+        weight = known(layer.weight, type(layer).__name__, "weight")
+        xp = array_namespace(weight)
+        return xp.zeros((1,), dtype=xp.int64, device=device(weight))
 
     def _effective(self, layer: Layer, F: Any) -> Any:
         dtype = _precision(known(layer.weight, type(layer).__name__, "weight"))
@@ -76,10 +84,27 @@ class Factors:
         for arrays in (self.H, self.S, self.H_effective, self.S_effective):
             arrays[index][...] = 1.0
 
+    def skips(self) -> list[int]:
+        """`skipped` as numbers. Waits for the device."""
+        return [int(count[0]) for count in self.skipped]
+
+    def count_from(self, skipped: Sequence[Any] | None) -> None:
+        """Let the counts of `skipped` go on from those of another run, in place; from 0 for None."""
+        for index, mine in enumerate(self.skipped):
+            mine[...] = 0 if skipped is None else skipped[index]
+
     @property
     def pending(self) -> bool:
         """True if sums wait for `update`."""
         raise NotImplementedError
+
+    def sums(self) -> list[tuple[int, reference.RawSums]]:
+        """(place of a layer, its sums), for all layers that have some. Changes nothing."""
+        raise NotImplementedError
+
+    def raw(self, grad_scale: float = 1.0) -> list[tuple[int, Any, Any]]:
+        """(place of a layer, H, S): the raw moments that `update` would average, of all layers that have sums."""
+        return [(k, *reference.raw_moments(self.layers[k], sums, grad_scale)) for k, sums in self.sums()]
 
     def accumulate(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
         """Add a layer's input and output gradient to its sums; on the CUDA backend one launch, on the
@@ -105,7 +130,8 @@ class Factors:
         """Before an `update` that a CUDA graph captures: keep what its replays will read, and never change it."""
 
     def update(self, grad_scale: float = 1.0) -> None:
-        """Refresh the factors of every layer that has sums, and forget the sums. `grad_scale`: factor on the loss."""
+        """Refresh the factors of every layer that has sums, and forget the sums. A layer whose raw moments hold a NaN
+        keeps its factors, and is counted in `skipped`. `grad_scale`: factor on the loss."""
         raise NotImplementedError
 
     def discard(self) -> None:
@@ -135,11 +161,13 @@ class ReferenceFactors(Factors):
         earlier = self._sums[index]
         self._sums[index] = sums if earlier is None else reference.add_sums(earlier, sums)
 
+    def sums(self) -> list[tuple[int, reference.RawSums]]:
+        return [(index, sums) for index, sums in enumerate(self._sums) if sums is not None]
+
     def update(self, grad_scale: float = 1.0) -> None:
-        for index, (layer, sums) in enumerate(zip(self.layers, self._sums)):
-            if sums is not None:
-                raw = reference.raw_moments(layer, sums, grad_scale)
-                self.load(index, *reference.refresh(self.H[index], self.S[index], *raw, self.averaging))
+        for index, H, S in self.raw(grad_scale):
+            self.skipped[index] += reference.broken(H, S)
+            self.load(index, *reference.refresh(self.H[index], self.S[index], H, S, self.averaging))
         self.discard()
 
     def discard(self) -> None:

@@ -7,13 +7,16 @@ from typing import Any
 
 from array_api_compat import array_namespace
 
-from .arrays import beside, current_stream, known, leaves, place, refuse_overlap, view
+from .arrays import View, beside, current_stream, known, leaves, place, view
 from .backend import choose
 from .errors import CafinError, CafinTypeError, refuse
 from .factors import Factors, ReferenceFactors
 from .layers import Layer
+from .memory import moved, refuse_overlap
+from .nonfinite import raw_moments, refuse_nonfinite
 from .rule import DEFAULT_GAMMA, Averaging, Hyper, at_least, whole
 from .spread import SpreadFactors
+from .streams import joined
 from .update import (
     FLOATS,
     CudaUpdate,
@@ -83,6 +86,8 @@ class AdaFisher:
         decoupled: False for AdaFisher, True for AdaFisherW.
         averaging: "parity", "paper" or an `Averaging`.
         backend: "cuda", "reference", or None to choose.
+        error_if_nonfinite: `step` looks at the gradients first, and on a sampled step at the layers' raw moments, and
+            raises a `NonFiniteError` if one is inf or NaN. It waits for the device then. May be changed between steps.
 
     Attributes:
         steps: completed steps.
@@ -107,8 +112,10 @@ class AdaFisher:
         decoupled: bool = False,
         averaging: str | Averaging = "parity",
         backend: str | None = None,
+        error_if_nonfinite: bool = False,
     ) -> None:
         where = "AdaFisher"
+        self.error_if_nonfinite = bool(error_if_nonfinite)
         self.lr, self.beta, self.Lambda, self.weight_decay, self.decoupled = lr, beta, Lambda, weight_decay, decoupled
         self._hyper(where)
         self.TCov = TCov
@@ -132,6 +139,7 @@ class AdaFisher:
         self._m = [view(m) for m in self.momenta]
         self._written = [(name, v) for (name, _), v in zip(self._named, self._p)] + named_views("momenta", self._m)
         self._factors = make_factors(self._layers, self.averaging, self.backend, {self._p[0].device})
+        self._places = {id(layer): index for index, layer in enumerate(self._layers)}
         belongs = owners(self._layers)
         self._pairs = [self._pair(belongs.get(id(array))) for _, array in self._named]
         self._launch = self._launcher(where) if self.backend == "cuda" else None
@@ -142,9 +150,11 @@ class AdaFisher:
             refuse("AdaFisher", "layers", "be a list of layer descriptors", type(layers).__name__, kind=CafinTypeError)
         known_arrays = {id(array) for _, array in self._named}
         names: set[str] = set()
+        listed: set[int] = set()
         for index, layer in enumerate(layers):
-            if any(layer is other for other in layers[:index]):
+            if id(layer) in listed:
                 refuse("AdaFisher", f"layers[{index}]", "be listed once", "the same descriptor again")
+            listed.add(id(layer))
             if not isinstance(layer, Layer):
                 refuse(
                     "AdaFisher", f"layers[{index}]", "be a layer descriptor", type(layer).__name__, kind=CafinTypeError
@@ -165,11 +175,11 @@ class AdaFisher:
         return self._factors.of_weight(index) if role == "weight" else self._factors.of_bias(index)
 
     def _launcher(self, where: str) -> CudaUpdate:
-        check_momenta(where, self._p, self._m)
         pairs = [pair and (view(pair[0]), view(pair[1])) for pair in self._pairs]
         layouts = [
             layout(where, n, v, pair[0].size if pair else 0) for (n, _), v, pair in zip(self._named, self._p, pairs)
         ]
+        check_momenta(where, self._p, self._m)
         pointers = [(pair[0].ptr, pair[1].ptr) if pair else (0, 0) for pair in pairs]
         return CudaUpdate(layouts, pointers, self._arrays[0], int(self._p[0].device))
 
@@ -205,7 +215,7 @@ class AdaFisher:
         Raises:
             CafinError: `layer` is not the optimizer's, or an array does not fit it.
         """
-        index = next((k for k, mine in enumerate(self._layers) if mine is layer), None)
+        index = self._places.get(id(layer))
         if index is None:
             label = layer.label if isinstance(layer, Layer) else repr(layer)
             refuse("accumulate", "layer", "be one of the optimizer's layers", label, "list it in `layers=`")
@@ -219,38 +229,75 @@ class AdaFisher:
     def step(self, grads: Any, *, grad_scale: float = 1.0) -> None:
         """Update parameters and momenta in place, and the factors first if the step is sampled.
 
+        A gradient that is inf or NaN goes into its own elements of momentum and parameter, and stays there. A layer
+        whose raw moments hold a NaN keeps its factors, and `skipped_refreshes` counts it.
+
         Args:
             grads: gradients in the structure of `params`, one for each; strided ones are copied.
             grad_scale: factor that the loss was multiplied by; divided out of gradients and factors.
 
         Raises:
             CafinError: an argument is refused; nothing has been changed then.
+            NonFiniteError: see `error_if_nonfinite`; nothing has been changed then, and what `accumulate` has added is
+                still there.
         """
         where = "step"
         hyper = self._hyper(where)
         scale = at_least(where, "grad_scale", grad_scale, 0.0, strict=True)
+        self._check_places(where)
         g = like_params(where, self._p, self._params, grads, "grads")
         refuse_overlap(where, self._written, named_views("grads", g))
-        if self._launch is None:
-            near = [beside(v.owner, p, where, "grads") for v, p in zip(g, self._arrays)]
-        else:
-            held = [matching(a, b) for a, b in zip(g, self._p)]
-        if self.samples:
-            self._factors.update(scale)
         t = self.steps + 1
         if self._launch is None:
+            near = [beside(v.owner, p, where, "grads") for v, p in zip(g, self._arrays)]
+            self._check_finite(where, g, scale)
+            self._refresh(scale)
             for p, grad, m, pair in zip(self._arrays, near, self.momenta, self._pairs):
                 reference_update(p, grad, m, pair, hyper, t, scale)
         else:
-            sets, which = gather([scalars(hyper, t, scale)] * len(held))
-            stream = current_stream(self._p[0].owner, int(self._p[0].device))
-            self._launch([v.ptr for v in self._p], [v.ptr for v in held], [v.ptr for v in self._m], sets, which, stream)
+            device = int(self._p[0].device)
+            stream = current_stream(self._p[0].owner, device)
+            with joined([v.owner for v in (*self._p, *g)], device, stream):
+                held = [matching(a, b) for a, b in zip(g, self._p)]
+                self._check_finite(where, g, scale)
+                self._refresh(scale)
+                sets, which = gather([scalars(hyper, t, scale)] * len(held))
+                at = [[v.ptr for v in views] for views in (self._p, held, self._m)]
+                self._launch(at[0], at[1], at[2], sets, which, stream)
         self.steps = t
+
+    def _check_finite(self, where: str, grads: Sequence[View], grad_scale: float) -> None:
+        if self.error_if_nonfinite:
+            found = [(f"gradient of {name}", v.owner) for (name, _), v in zip(self._named, grads)]
+            found += raw_moments(self._factors, grad_scale) if self.samples else []
+            refuse_nonfinite(where, found, "call discard() and leave the batch out")
+
+    def _refresh(self, grad_scale: float) -> None:
+        if self.samples:
+            self._factors.update(grad_scale)
+
+    def _check_places(self, where: str) -> None:
+        """Refuse parameters and momenta that are no longer where the optimizer has found them."""
+        for (name, array), v in zip(self._named, self._p):
+            if moved(array, v):
+                rule, mend = "keep its memory, shape and type", "write into it in place, or make a new optimizer"
+                refuse(where, name, rule, "others since construction", mend)
+        for index, (m, v) in enumerate(zip(self.momenta, self._m)):
+            if m is not v.owner or moved(m, v):
+                mend = "write into it in place, or use load_state_dict"
+                refuse(where, f"momenta[{index}]", "stay the array that it was", "another one", mend)
 
     def factors(self) -> dict[str, tuple[Any, Any]]:
         """{layer name (its place where it has none): (H, S)}: the moving averages themselves, not copies."""
         names = (layer.name or str(index) for index, layer in enumerate(self._layers))
         return dict(zip(names, zip(self._factors.H, self._factors.S)))
+
+    def skipped_refreshes(self) -> dict[str, int]:
+        """{layer name, as in `factors`: how many refreshes of its factors a NaN in its raw moments has prevented}.
+
+        Counted on the device; reading it waits. Copies go on from it, while `load_state_dict` starts again from 0.
+        """
+        return dict(zip(self.factors(), self._factors.skips()))
 
     def state_dict(self) -> dict[str, Any]:
         """`steps`, `momenta`, and `H`, `S` in the order of `layers`: the arrays themselves, not copies."""
@@ -267,44 +314,50 @@ class AdaFisher:
                 "AdaFisher: a copy must be made between steps, got sums that wait for one; "
                 "call step() or discard() first"
             )
-        names = ("lr", "beta", "Lambda", "TCov", "weight_decay", "decoupled", "averaging")
+        names = ("lr", "beta", "Lambda", "TCov", "weight_decay", "decoupled", "averaging", "error_if_nonfinite")
         options = {name: getattr(self, name) for name in names}
         return {
             "params": self._params,
             "layers": self._layers,
             "options": {**options, "backend": self._asked},
             "state": self.state_dict(),
+            "skipped": self._factors.skipped,
         }
 
     def __setstate__(self, copied: dict[str, Any]) -> None:
         self.__init__(copied["params"], copied["layers"], **copied["options"])  # type: ignore[misc]
         self.load_state_dict(copied["state"])
+        self._factors.count_from(copied["skipped"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy a `state_dict` into this optimizer's arrays. `state` is not changed.
+        """Copy a `state_dict` into this optimizer's arrays. `state` is not changed; `skipped_refreshes` starts at 0.
 
         Raises:
-            CafinError: it does not fit; nothing has been changed then.
+            CafinError: it does not fit, and the message names the first key that does not; nothing has been changed
+                then.
         """
-        where = "load_state_dict"
+        where, mend = "load_state_dict", "it must come from AdaFisher's state_dict()"
         mine = self.state_dict()
-        if not isinstance(state, Mapping) or set(mine) - set(state):
-            got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            refuse(where, "state", f"be a mapping with the keys {sorted(mine)}", got)
+        if not isinstance(state, Mapping):
+            refuse(where, "state", "be a mapping", type(state).__name__, mend, CafinTypeError)
+        for key in mine:
+            if key not in state:
+                refuse(where, "state", f"have the key {key!r}", sorted(map(str, state)), mend)
         steps = whole(where, "state['steps']", state["steps"], 0)
         copies = {key: self._fitting(where, key, state[key], mine[key]) for key in ("momenta", "H", "S")}
         for target, given in zip(self.momenta, copies["momenta"]):
             target[...] = given
         for index, pair in enumerate(zip(copies["H"], copies["S"])):
             self._factors.load(index, *pair)
+        self._factors.count_from(None)
         self._factors.discard()
         self.steps = steps
 
     def _fitting(self, where: str, key: str, given: Any, targets: list[Any]) -> list[Any]:
         """`given` as arrays of the kind of `targets`, or a `CafinError`."""
-        if not isinstance(given, (list, tuple)) or len(given) != len(targets):
-            got = len(given) if isinstance(given, (list, tuple)) else repr(given)
-            refuse(where, f"state[{key!r}]", f"be a list of {len(targets)} arrays", got)
+        if not isinstance(given, (list, tuple)):
+            rule = f"be a list of {len(targets)} arrays"
+            refuse(where, f"state[{key!r}]", rule, type(given).__name__, kind=CafinTypeError)
         fitting = []
         for index, (array, target) in enumerate(zip(given, targets)):
             name = f"state[{key!r}][{index}]"
@@ -315,4 +368,9 @@ class AdaFisher:
             if v.dtype not in FLOATS:
                 refuse(where, name, f"be one of {', '.join(FLOATS)}", v.dtype, kind=CafinTypeError)
             fitting.append(beside(array, target, where, name))
+            xp = array_namespace(fitting[-1])
+            if key != "momenta" and not bool(xp.all(xp.isfinite(fitting[-1]) & (fitting[-1] >= 0))):
+                refuse(where, name, "hold finite numbers >= 0", "others", "the run that saved it had diverged")
+        if len(given) != len(targets):
+            refuse(where, f"state[{key!r}]", f"hold {len(targets)} arrays", len(given))
         return fitting

@@ -126,12 +126,17 @@ def average(F: Any, raw: Any, averaging: Averaging) -> Any:
     return averaging.keep * F + averaging.add * xp.astype(x, F.dtype)
 
 
+def broken(H_raw: Any, S_raw: Any) -> Any:
+    """True, as an array without axes, if either raw moment of a layer holds a NaN."""
+    xp = array_namespace(H_raw)
+    return xp.any(xp.isnan(H_raw)) | xp.any(xp.isnan(S_raw))
+
+
 def refresh(H: Any, S: Any, H_raw: Any, S_raw: Any, averaging: Averaging) -> tuple[Any, Any]:
-    """Both factors of a layer after one sampled step; as they were if either raw moment holds a NaN, which an average
-    would never forget."""
-    xp = array_namespace(H)
-    broken = xp.any(xp.isnan(H_raw)) | xp.any(xp.isnan(S_raw))
-    return xp.where(broken, H, average(H, H_raw, averaging)), xp.where(broken, S, average(S, S_raw, averaging))
+    """Both factors of a layer after one sampled step; as they were if its moments are `broken`, as an average would
+    never forget a NaN."""
+    xp, keep = array_namespace(H), broken(H_raw, S_raw)
+    return xp.where(keep, H, average(H, H_raw, averaging)), xp.where(keep, S, average(S, S_raw, averaging))
 
 
 def effective(F: Any, averaging: Averaging) -> Any:
@@ -162,6 +167,9 @@ def update(
 
         AdaFisher:   g <- g + wd p;  m <- beta m + (1 - beta) g;  p <- p - lr / (1 - beta^step) m / F
         AdaFisherW:                  m <- beta m + (1 - beta) g;  p <- p - lr (m / (1 - beta^step) / F + wd p)
+
+    inf and NaN go through element by element. A `beta`, `wd` or, in AdaFisherW, `lr wd` of 0 leaves its term out, as in
+    torch.optim: 0 times inf would be NaN. An `lr` of 0 does not keep a momentum that is inf or NaN from the parameter.
 
     Args:
         p, g, m: parameter, gradient and momentum of one shape.
@@ -207,27 +215,32 @@ def _advance(p: Any, g: Any, m: Any, H: Any, S: Any, hyper: Hyper, step: int) ->
     if is_torch_array(p) and p.dtype == g.dtype == m.dtype and p.element_size() >= 4 and p.device.type == "cpu":
         return _advance_torch(p, g, m, H, S, hyper, step)
     xp = array_namespace(p)
-    if hyper.weight_decay and not hyper.decoupled:
-        g = g + hyper.weight_decay * p
+    if hyper.l2:
+        g = g + hyper.l2 * p
     g = (1.0 - hyper.beta) * xp.astype(g, m.dtype, copy=False)
-    m *= hyper.beta
-    m += g
+    if hyper.beta:
+        m *= hyper.beta
+        m += g
+    elif is_jax_array(m):
+        m = g
+    else:
+        m[...] = g
     direction = (hyper.lr / (1.0 - hyper.beta**step)) * m
     if H is not None:
         direction = direction / xp.reshape(preconditioner(H, S, hyper.Lambda), tuple(p.shape))
-    if hyper.weight_decay and hyper.decoupled:
-        direction = direction + (hyper.lr * hyper.weight_decay) * p
+    if hyper.decay:
+        direction = direction + hyper.decay * p
     p -= direction
     return p, m
 
 
 def _advance_torch(p: Any, g: Any, m: Any, H: Any, S: Any, hyper: Hyper, step: int) -> tuple[Any, Any]:
     """`_advance` by operations that PyTorch has fused: five passes over the cache instead of eight."""
-    if hyper.weight_decay and not hyper.decoupled:
-        g = g.add(p, alpha=hyper.weight_decay)
-    m.mul_(hyper.beta).add_(g, alpha=1.0 - hyper.beta)
-    if hyper.weight_decay and hyper.decoupled:
-        p.mul_(1.0 - hyper.lr * hyper.weight_decay)
+    if hyper.l2:
+        g = g.add(p, alpha=hyper.l2)
+    (m.mul_(hyper.beta) if hyper.beta else m.zero_()).add_(g, alpha=1.0 - hyper.beta)
+    if hyper.decay:
+        p.sub_(p, alpha=hyper.decay)
     step_size = hyper.lr / (1.0 - hyper.beta**step)
     if H is None:
         p.sub_(m, alpha=step_size)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass
+from typing import Any
 
 from .errors import CafinTypeError, refuse
 
 DEFAULT_GAMMA = 0.8
 RULES = ("parity", "paper")
 SMALLEST = 2.0**-126  # normal number of float32: the kernels flush smaller ones to 0
+LARGEST = 1e18  # scalar: what the update makes of two of them, lr / (1 - beta) or lr * weight_decay, fits float32 too
 
 
 def number(where: str, name: str, value: object) -> float:
@@ -41,12 +43,13 @@ def whole(where: str, name: str, value: object, bound: int) -> int:
     result = number(where, name, value)
     if result != int(result) or result < bound:
         refuse(where, name, f"be a whole number >= {bound}", f"{result:g}")
-    return int(result)
+    return int(value) if isinstance(value, numbers.Integral) else int(result)
 
 
 @dataclass(frozen=True)
 class Averaging:
-    """How a factor follows its raw moments: `F <- keep * F + add * x`, from ones.
+    """How a factor follows its raw moments: `F <- keep * F + add * x`, from ones. With
+    `keep + add <= 1` it never exceeds the largest of those and of the moments.
 
     Attributes:
         keep: weight of the old factor, in [0, 1].
@@ -115,19 +118,39 @@ class Hyper:
     weight_decay: float
     decoupled: bool
 
+    @property
+    def l2(self) -> float:
+        """What multiplies `p` in the gradient."""
+        return 0.0 if self.decoupled else self.weight_decay
+
+    @property
+    def decay(self) -> float:
+        """What multiplies `p` in the step."""
+        return self.lr * self.weight_decay if self.decoupled else 0.0
+
     @classmethod
     def checked(
-        cls, where: str, lr: object, beta: object, Lambda: object, weight_decay: object, decoupled: bool
+        cls,
+        where: str,
+        lr: object,
+        beta: object,
+        Lambda: object,
+        weight_decay: object,
+        decoupled: bool,
+        path: str = "{}",
     ) -> Hyper:
-        damping = at_least(where, "Lambda", Lambda, 0.0, strict=True, mend="it keeps the preconditioner above 0")
-        at_least(where, "Lambda", damping, SMALLEST, mend="float32 knows no smaller normal number")
-        b = number(where, "beta", beta)
+        """The scalars, or a `CafinError` that calls the first bad one by `path`."""
+
+        def scalar(name: str, value: object, **options: Any) -> float:
+            result = at_least(where, path.format(name), value, 0.0, **options)
+            if result > LARGEST:
+                refuse(where, path.format(name), f"be <= {LARGEST:g}", f"{result:g}")
+            return result
+
+        rate = scalar("lr", lr)
+        b = number(where, path.format("beta"), beta)
         if not 0.0 <= b < 1.0:
-            refuse(where, "beta", "lie in [0, 1)", b)
-        return cls(
-            at_least(where, "lr", lr, 0.0),
-            b,
-            damping,
-            at_least(where, "weight_decay", weight_decay, 0.0),
-            bool(decoupled),
-        )
+            refuse(where, path.format("beta"), "lie in [0, 1)", b)
+        damping = scalar("Lambda", Lambda, strict=True, mend="it keeps the preconditioner above 0")
+        at_least(where, path.format("Lambda"), damping, SMALLEST, mend="float32 knows no smaller normal number")
+        return cls(rate, b, damping, scalar("weight_decay", weight_decay), bool(decoupled))

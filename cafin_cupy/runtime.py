@@ -60,6 +60,11 @@ def options(dtype: str = "float32") -> tuple[str, ...]:
     return ("--std=c++17", f"-DELEMENT={element}", f"-DARITHMETIC={arithmetic}", f"-DCHUNK={table.CHUNK}", *sizes)
 
 
+def cubin_options(arch: str, dtype: str = "float32") -> tuple[str, ...]:
+    """`options`, and what CuPy adds to them where it compiles for a device of `arch` ("sm_90")."""
+    return (*options(dtype), "-ftz=true", f"-arch={arch}", "--device-as-default-execution-space")
+
+
 def compile_cubin(stem: str, arch: str, dtype: str = "float32") -> bytes:
     """Machine code of one source for `arch` ("sm_90"), by NVRTC alone: needs no GPU.
 
@@ -74,7 +79,7 @@ def compile_cubin(stem: str, arch: str, dtype: str = "float32") -> bytes:
         mend = "install nvidia-cuda-nvrtc-cu12 or nvidia-cuda-nvrtc"
         raise BackendError(f"compile_cubin: NVRTC must load, got {type(error).__name__}: {error}; {mend}") from error
     try:
-        nvrtc.compileProgram(program, (*options(dtype), f"-arch={arch}", "-ftz=true"))
+        nvrtc.compileProgram(program, cubin_options(arch, dtype))
         return bytes(nvrtc.getCUBIN(program))
     except nvrtc.NVRTCError as error:
         raise BackendError(f"compile_cubin: {stem}.cu for {arch}: {error}\n{nvrtc.getProgramLog(program)}") from error

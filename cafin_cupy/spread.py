@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 from .arrays import current_stream
 from .cuda_update import CudaUpdate, Layout
 from .factors import Factors
 from .layers import Layer
+from .reference import RawSums
 from .rule import Averaging
 
 
@@ -24,17 +26,21 @@ class SpreadFactors(Factors):
         self, layers: Sequence[Layer], averaging: Averaging, shares: Sequence[tuple[Sequence[int], Factors]]
     ) -> None:
         self.layers, self.averaging = list(layers), averaging
-        self._shares = [factors for _, factors in shares]
+        self._shares, self._places = [factors for _, factors in shares], [places for places, _ in shares]
         self._home = {index: (factors, k) for places, factors in shares for k, index in enumerate(places)}
-        self.H, self.S, self.H_effective, self.S_effective = (
+        self.H, self.S, self.H_effective, self.S_effective, self.skipped = (
             [getattr(factors, name)[k] for factors, k in map(self._home.__getitem__, range(len(layers)))]
-            for name in ("H", "S", "H_effective", "S_effective")
+            for name in ("H", "S", "H_effective", "S_effective", "skipped")
         )
         self.kernels = all(factors.kernels for factors in self._shares)
 
     @property
     def pending(self) -> bool:
         return any(factors.pending for factors in self._shares)
+
+    def sums(self) -> list[tuple[int, RawSums]]:
+        found = [(places[k], sums) for places, each in zip(self._places, self._shares) for k, sums in each.sums()]
+        return sorted(found, key=itemgetter(0))
 
     def accumulate(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
         factors, k = self._home[index]

@@ -55,7 +55,7 @@ Fold = _struct(**_fields(_PTR, "jobs shares"))
 Vector = _struct(
     **_fields(_PTR, "sums factor effective"), **_fields(_LONG, "units size groups tail"), **_fields(_REAL, "mean entry")
 )
-AverageJob = _struct(H=Vector, S=Vector, norm=_INT, counted=_INT)
+AverageJob = _struct(H=Vector, S=Vector, skipped=_PTR, norm=_INT, counted=_INT)
 Average = _struct(jobs=_PTR, keep="f8", add="f8", after=_INT, unused=_INT)
 
 Parameter = _struct(

@@ -6,7 +6,7 @@ The same seed on the same machine gives the same numbers, however many cores it 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 from tqdm import tqdm
 
-from . import digits, rule, runtime
+from . import checkpoint, digits, rule, runtime
 from .backend import requested
 from .errors import refuse
 
@@ -38,7 +38,7 @@ class Settings:
     """What to train and how. None takes the default of the optimizer (`DEFAULTS`).
 
     Raises:
-        CafinError: a value is out of range, the device is missing, or `output` cannot be a file.
+        CafinError: a value is out of range, the device is missing, or `output` or `checkpoint` cannot be a file.
     """
 
     optimizer: str = "adafisher"
@@ -54,6 +54,7 @@ class Settings:
     weight_decay: float | None = None
     seed: int = 0
     output: Path = Path("training.png")
+    checkpoint: Path | None = None
     quiet: bool = False
 
     def __post_init__(self) -> None:
@@ -76,12 +77,19 @@ class Settings:
         rule.at_least("train", "weight_decay", self.weight_decay, 0.0)
         if self.device == "cuda" and not torch.cuda.is_available():
             refuse("train", "device", "be a GPU that PyTorch sees", "none", "`python -m cafin_cupy doctor` tells why")
-        if not self.output.parent.is_dir() or self.output.is_dir():
-            refuse("train", "output", "be a file in a folder that exists", self.output)
+        for name, path in (("output", self.output), ("checkpoint", self.checkpoint)):
+            if path is not None and (not path.parent.is_dir() or path.is_dir()):
+                refuse("train", name, "be a file in a folder that exists", path)
 
     @property
     def adafisher(self) -> bool:
         return self.optimizer.startswith("adafisher")
+
+    @property
+    def decisive(self) -> dict[str, Any]:
+        """Those that decide what is trained, and how."""
+        aside = ("device", "backend", "output", "checkpoint", "quiet")
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in aside}
 
     @property
     def where(self) -> torch.device:
@@ -186,7 +194,13 @@ class Stopwatch:
 
 
 def train(settings: Settings) -> Result:
-    """Train as `settings` say; prints one line for each epoch unless quiet. Draws nothing."""
+    """Train as `settings` say; prints one line for each epoch unless quiet. Draws nothing.
+
+    With a checkpoint all is saved there after each epoch; if the file exists, the run goes on from it.
+
+    Raises:
+        CafinError: the checkpoint is not of an unfinished run with these settings.
+    """
     began = time.perf_counter()
     device = settings.where
     torch.manual_seed(settings.seed)
@@ -200,10 +214,13 @@ def train(settings: Settings) -> Result:
     batches = len(x) // settings.batch_size or 1
     steps = settings.epochs * batches
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    epochs = []
-    bar = tqdm(total=steps, unit="step", leave=False, disable=True if settings.quiet else None)
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    epochs, seconds = _resumed(settings, parts, generator)
+    began -= seconds
+    done = len(epochs) * batches
+    bar = tqdm(total=steps, initial=done, unit="step", leave=False, disable=True if settings.quiet else None)
     with bar, torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
-        for epoch in range(settings.epochs):
+        for epoch in range(len(epochs), settings.epochs):
             start = time.perf_counter()
             bar.set_description(f"epoch {epoch + 1}/{settings.epochs}")
             model.train()
@@ -224,12 +241,41 @@ def train(settings: Settings) -> Result:
                 time.perf_counter() - start,
             )
             epochs.append(line)
+            _save(settings, parts, generator, epochs, time.perf_counter() - began)
             if not settings.quiet:
                 tqdm.write(
                     f"epoch {epoch + 1:3d}  loss {line.loss:.4f}  train {line.train_accuracy:7.2%}  "
                     f"test {line.test_accuracy:7.2%}  {line.seconds:.2f} s"
                 )
     return _result(epochs, backend, watch, time.perf_counter() - began)
+
+
+def _save(
+    settings: Settings, parts: dict[str, Any], generator: torch.Generator, epochs: list[Epoch], seconds: float
+) -> None:
+    if settings.checkpoint is not None:
+        content = {
+            "settings": settings.decisive,
+            "epochs": [astuple(epoch) for epoch in epochs],
+            "seconds": seconds,
+            "generator": generator.get_state(),
+            "parts": {name: part.state_dict() for name, part in parts.items()},
+        }
+        checkpoint.save(settings.checkpoint, content)
+
+
+def _resumed(settings: Settings, parts: dict[str, Any], generator: torch.Generator) -> tuple[list[Epoch], float]:
+    """The epochs and seconds behind us, all parts set to where they ended; nothing and 0 without a checkpoint."""
+    file = settings.checkpoint
+    if file is None or not file.exists():
+        return [], 0.0
+    saved = checkpoint.load(file, settings.decisive)
+    for name, part in parts.items():
+        part.load_state_dict(saved["parts"][name])
+    generator.set_state(saved["generator"])
+    if not settings.quiet:
+        print(f"goes on after epoch {len(saved['epochs'])}, as {file} has it")
+    return [Epoch(*numbers) for numbers in saved["epochs"]], saved["seconds"]
 
 
 def _step(

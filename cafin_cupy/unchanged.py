@@ -46,9 +46,17 @@ def traits(tensors: Sequence[Any]) -> list[Any]:
     torch = sys.modules.get("torch")
     if torch is None:
         return [None] * len(tensors)
-    kind, strided = torch.Tensor, torch.strided
+    kind, strided, plain = torch.Tensor, torch.strided, (torch.Tensor, torch.nn.Parameter)
     return [
-        (t.shape, t.layout, t.stride() if t.layout is strided else None, t.dtype, t.device, t.is_neg())
+        (
+            t.shape,
+            t.layout,
+            t.stride() if t.layout is strided else None,
+            t.dtype,
+            t.device,
+            t.is_neg(),
+            type(t) in plain,
+        )
         if isinstance(t, kind)
         else None
         for t in tensors

@@ -15,19 +15,21 @@ from .arrays import (
     known,
     leaves,
     leaves_like,
-    on_stream,
     place,
-    refuse_overlap,
     same_strides,
+    torch_of,
     view,
 )
 from .backend import choose
 from .cuda_update import CudaUpdate, Layout, layout, scalars
 from .errors import CafinTypeError, refuse
+from .memory import refuse_overlap
+from .nonfinite import refuse_nonfinite
 from .rule import Hyper, whole
+from .streams import joined, on_stream
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-
+SKIP = "leave the batch out"
 
 Kind = TypeVar("Kind", bound=Hashable)
 
@@ -61,6 +63,7 @@ def fused_step(
     step: int | Sequence[int] = 1,
     backend: str | None = None,
     stream: Any = None,
+    error_if_nonfinite: bool = False,
 ) -> None:
     """One AdaFisher update of all parameters, in place, in one kernel launch.
 
@@ -81,9 +84,11 @@ def fused_step(
         step: 1-based number of the update, one for all or a list with one for each parameter.
         backend: "cuda", "reference", or None to choose.
         stream: CUDA stream or its address; the current stream of the framework that owns the first parameter if None.
+        error_if_nonfinite: look at the gradients first; waits for the device.
 
     Raises:
         CafinError: an argument is refused; nothing has been changed then.
+        NonFiniteError: with `error_if_nonfinite`, a gradient is inf or NaN; nothing has been changed then.
     """
     where = "fused_step"
     hyper = Hyper.checked(where, lr, beta, Lambda, weight_decay, decoupled)
@@ -91,17 +96,18 @@ def fused_step(
     if not named:
         return
     p = [view(array, where, name) for name, array in named]
+    for (name, _), v in zip(named, p):
+        writable(where, name, v)
     g = like_params(where, p, params, grads, "grads")
     m = like_params(where, p, params, momenta, "momenta")
     pairs = _factors_like(where, p, params, factors)
     steps = _steps(where, step, len(p))
-    for name, v in zip((name for name, _ in named), p):
-        writable(where, name, v)
     for name, v in named_views("momenta", m):
         writable(where, name, v)
     mine = [(name, v) for (name, _), v in zip(named, p)] + named_views("momenta", m)
     read = [(f"factors[{k}].{letter}", f) for k, pair in enumerate(pairs) if pair for letter, f in zip("HS", pair)]
     refuse_overlap(where, mine, named_views("grads", g) + read)
+    looked_at = [(f"gradient of {name}", v.owner) for (name, _), v in zip(named, g)] if error_if_nonfinite else []
 
     if choose(backend, p[0].device, {v.dtype for v in p}, where) == "reference":
         calls = []
@@ -111,6 +117,7 @@ def fused_step(
             momentum = beside(c.owner, target, where, "momenta", written=True)
             given = pair and tuple(beside(f.owner, target, where, "factors") for f in pair)
             calls.append((target, grad, momentum, given, hyper, t))
+        refuse_nonfinite(where, looked_at, SKIP)
         for call in calls:
             reference_update(*call)
         return
@@ -118,13 +125,15 @@ def fused_step(
     assert isinstance(device, int)
     address = current_stream(p[0].owner, device, stream)
     columns = [pair[0].size if pair else 0 for pair in pairs]
-    check_momenta(where, p, m)
     layouts = [layout(where, name, v, n) for (name, _), v, n in zip(named, p, columns)]
+    check_momenta(where, p, m)
     pointers = [(pair[0].ptr, pair[1].ptr) if pair else (0, 0) for pair in pairs]
     sets, which = gather([scalars(hyper, t) for t in steps])
-    with on_stream(p[0].owner, device, stream), _one_call:
+    owners = [v.owner for v in (*p, *g, *m, *(f for pair in pairs if pair for f in pair))]
+    with on_stream(p[0].owner, device, stream), joined(owners, device, address), _one_call:
         held = [matching(a, b) for a, b in zip(g, p)]
         launch = _launcher((tuple(layouts), tuple(pointers), device, address), p[0].owner)
+        refuse_nonfinite(where, looked_at, SKIP)
         launch([v.ptr for v in p], [v.ptr for v in held], [v.ptr for v in m], sets, which, address)
 
 
@@ -180,7 +189,12 @@ def writable(where: str, name: str, v: View) -> None:
             where, name, "be writable, as it is updated in place", "a read-only array", "pass a copy", CafinTypeError
         )
     if v.dtype not in FLOATS:
-        refuse(where, name, "hold real floating-point numbers", v.dtype, kind=CafinTypeError)
+        rule = f"hold real floating-point numbers ({', '.join(FLOATS)})"
+        refuse(where, name, rule, v.dtype, "convert it", CafinTypeError)
+    torch = torch_of(v.owner)
+    if torch is not None and v.owner.is_inference() and not torch.is_inference_mode_enabled():
+        mend = "clone it outside of torch.inference_mode()"
+        refuse(where, name, "be writable, as it is updated in place", "an inference tensor", mend, CafinTypeError)
     if v.overlaps_itself:
         refuse(where, name, "have one element of memory for each entry", f"strides {v.strides}", "pass a copy")
 
@@ -202,8 +216,8 @@ def _factors_like(where: str, p: list[View], params: Any, factors: Any) -> list[
         H, S = (view(f, where, f"{name}.{letter}") for f, letter in zip(pair, "HS"))
         for letter, f in (("H", H), ("S", S)):
             if len(f.shape) != 1 or not f.contiguous or f.device != v.device:
-                rule = f"be a contiguous vector on {place(v.device)}"
-                refuse(where, f"{name}.{letter}", rule, f"shape {f.shape} on {place(f.device)}")
+                rule, got = f"be a contiguous vector on {place(v.device)}", f"shape {f.shape} on {place(f.device)}"
+                refuse(where, f"{name}.{letter}", rule, f"{got} with strides {f.strides}", "pass a contiguous copy")
             if f.dtype != ("float64" if v.dtype == "float64" else "float32"):
                 refuse(where, f"{name}.{letter}", "be float32 (float64 for float64 parameters)", f.dtype, "convert it")
         if H.size * S.size != v.size:

@@ -6,8 +6,8 @@
 //     F     = keep * F + add * x
 //     F_eff = F               or  normalize(F)
 //
-// A layer whose raw moments hold a NaN keeps its factors. The vectors are short (a layer's widths), so a block walks
-// each of them three times out of the cache.
+// A layer whose raw moments hold a NaN keeps its factors, which an average would never rid of it, and the case is
+// counted. The vectors are short (a layer's widths), so a block walks each of them three times out of the cache.
 
 #include "common.cuh"
 
@@ -26,8 +26,9 @@ struct Vector {
 
 struct AverageJob {
     Vector H, S;
-    int norm;     // 1: the sums are plain sums, squared here
-    int counted;  // 1: the H sums are counts, and their total divides both; 0 of 0 is NaN
+    i64* skipped;  // (1), in/out: how often a NaN has kept the factors as they were
+    int norm;      // 1: the sums are plain sums, squared here
+    int counted;   // 1: the H sums are counts, and their total divides both; 0 of 0 is NaN
 };
 
 struct Average {
@@ -161,7 +162,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) average(const Average a
     const A by = job.counted ? total : A(1);
     const Raw H = {job.H, job.H.mean / by, total, norm, false}, S = {job.S, job.S.mean / by, A(0), false, norm};
     const Range<A> H_range = block_range<A>(job.H.size, H), S_range = block_range<A>(job.S.size, S);
-    if (H_range.broken || S_range.broken) return;
+    if (H_range.broken || S_range.broken) {
+        if (threadIdx.x == 0) ++*job.skipped;
+        return;
+    }
     follow(job.H, H, H_range, args);
     follow(job.S, S, S_range, args);
 }

@@ -61,15 +61,15 @@ constexpr int TILE = WARP * NEIGHBOURS<E>;
 
 static_assert(WARPS * sizeof(Half) % alignof(Pack<Half>) == 0, "all rows of a warp have one alignment");
 
-// Neighbouring elements of a row in one access, or one by one: those of columns in [low, high), 0 for the others.
+// Neighbouring elements of a row in one access, or one by one: those whose bits in `inside` are set, 0 for the others.
 template <bool VECTOR, typename E>
-__device__ inline Pack<E> load(const E* row, int low, int high) {
+__device__ inline Pack<E> load(const E* row, unsigned inside) {
     if constexpr (VECTOR) {
         return *reinterpret_cast<const Pack<E>*>(row);
     } else {
         Pack<E> x = {};
         for (int k = 0; k < NEIGHBOURS<E>; ++k)
-            if (low <= k && k < high) x.at[k] = row[k];
+            if (inside >> k & 1) x.at[k] = row[k];
         return x;
     }
 }
@@ -85,7 +85,7 @@ template <typename E, int SPAN>
 struct Columns {
     const E* x;       // the first pack, in the present row
     i64 step;         // elements between two rows
-    int low, high;    // columns of the matrix, counted from x; WIDE stands for more
+    unsigned inside;  // a bit for each column of the packs: it lies in the matrix
     bool square;
     Pack<A> sum[SPAN][NEIGHBOURS<E> / NEIGHBOURS<A>];
 
@@ -95,7 +95,7 @@ struct Columns {
 #pragma unroll
         for (int u = 0; u < COUNT; ++u)
             for (int j = 0; j < SPAN; ++j)
-                packs[u][j] = load<VECTOR>(x + u * step + j * TILE<E>, low - j * TILE<E>, high - j * TILE<E>);
+                packs[u][j] = load<VECTOR>(x + u * step + j * TILE<E>, inside >> j * NEIGHBOURS<E>);
 #pragma unroll
         for (int u = 0; u < COUNT; ++u)
             for (int j = 0; j < SPAN; ++j)
@@ -105,9 +105,9 @@ struct Columns {
     }
 
     template <int COUNT, bool VECTOR>
-    __device__ void add(i64 row, i64 end) {
-        for (; row + (COUNT - 1) * WARPS < end; row += COUNT * WARPS) add_rows<COUNT, VECTOR>();
-        for (; row < end; row += WARPS) add_rows<1, VECTOR>();
+    __device__ void add(int rows) {
+        for (; rows >= COUNT; rows -= COUNT) add_rows<COUNT, VECTOR>();
+        for (; rows > 0; --rows) add_rows<1, VECTOR>();
     }
 };
 
@@ -127,23 +127,26 @@ __device__ inline void sum_tile(const Operand& o, int tile, int slice, Partial& 
     constexpr int N = NEIGHBOURS<E>, PACKS = N / NEIGHBOURS<A>;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const i64 row = slice * o.slice + warp;
-    const i64 end = min(o.rows, (slice + 1) * o.slice);
+    const int rows = int((min(o.rows, (slice + 1) * o.slice) - row + WARPS - 1) / WARPS);  // of this warp
     const i64 begin = i64(tile) * o.length;
     const E* start = static_cast<const E*>(o.x) + row * o.stride + begin;
     const int shift = int(reinterpret_cast<u64>(start) / sizeof(E) % N);
-    const int first = lane * N - shift;  // column, counted from `begin`
+    if (lane == 0) partial.shift[warp] = shift;  // now: it need not stay in a register
+    const i64 first = begin + lane * N - shift;  // column
 
     Columns<E, SPAN> c = {};
-    c.x = start + first;
+    c.x = start - begin + first;
     c.step = WARPS * o.stride;
-    c.low = int(max(-begin - first, i64(-WIDE)));  // columns before the tile's are read in vain
-    c.high = int(min(o.columns - begin - first, i64(WIDE)));
+    for (int j = 0; j < SPAN; ++j)
+        for (int k = 0; k < N; ++k) {
+            const i64 column = first + j * TILE<E> + k;  // those before the tile's are read in vain
+            if (column >= 0 && column < o.columns) c.inside |= 1u << (j * N + k);
+        }
     c.square = o.square;
-    if (c.low <= 0 && c.high >= (SPAN - 1) * TILE<E> + N) c.template add<IN_FLIGHT / SPAN, true>(row, end);
-    else if (c.high > 0) c.template add<(SPAN == 1 ? 4 : 1), false>(row, end);  // at a border
+    if (c.inside == (1u << SPAN * N) - 1) c.template add<IN_FLIGHT / SPAN, true>(rows);
+    else if (c.inside) c.template add<(SPAN == 1 ? 4 : 1), false>(rows);  // at a border
     for (int j = 0; j < SPAN; ++j)
         for (int q = 0; q < PACKS; ++q) partial.sums[warp][(j * WARP + lane) * PACKS + q] = c.sum[j][q];
-    if (lane == 0) partial.shift[warp] = shift;
 }
 
 template <typename E>

@@ -6,6 +6,7 @@
 //     p = p - (step_size * m / F + decay * p)           step_size = lr / (1 - beta^step)
 //
 // AdaFisher has l2 = weight_decay, decay = 0; AdaFisherW has l2 = 0, decay = lr * weight_decay. F lives in registers.
+// A beta, l2 or decay of 0 leaves its term out, as torch.optim does: 0 times inf would be NaN.
 //
 // Bytes: reads p, g, m, writes p, m: 20 an element in float32, as momentum SGD (Adam: 28). H and S are short and
 // cached. Each block updates one chunk of one parameter; what lies where is told by a table on the device that seldom
@@ -72,8 +73,14 @@ constexpr int THREADS = 256;
 
 __device__ inline void advance(T& p, T g, A& m, A F, const Hyper& h) {
     const A x = A(p);
-    m = h.beta * m + h.rest * (h.grad_scale * A(g) + h.l2 * x);
-    p = T(x - (h.step_size * (m / F) + h.decay * x));
+    A slope = h.grad_scale * A(g);
+    if (h.l2 != A(0)) slope += h.l2 * x;
+    const A past = m;
+    m = h.rest * slope;
+    if (h.beta != A(0)) m += h.beta * past;
+    A step = h.step_size * m / F;
+    if (h.decay != A(0)) step += h.decay * x;
+    p = T(x - step);
 }
 
 // Walks over the columns of a matrix, row by row.

@@ -305,6 +305,20 @@ def run_raw(
     return numpy_of(H), numpy_of(S)
 
 
+def pair_of_layers(device: Device, case: Case, rule: Averaging, **options: Any) -> tuple[AdaFisher, list[Any]]:
+    """An optimizer of two layers of one kind, sampling every step, and the layers."""
+    layers = [case.layer(lambda shape: device.zeros(*shape)) for _ in range(2)]
+    params = [layer.weight for layer in layers]
+    return AdaFisher(params, layers, averaging=rule, TCov=1, backend=device.backend, **options), layers
+
+
+def take(opt: AdaFisher, device: Device, *pairs: tuple[Any, Any]) -> None:
+    """A step in which the layers see (h, s), and gradients are 0."""
+    for layer, pair in zip(opt._layers, pairs):
+        opt.accumulate(layer, *map(device.array, pair))
+    opt.step([device.zeros(*layer.weight.shape) for layer in opt._layers])
+
+
 def close(got: Any, want: Any, tolerance: float, scale: Any = None) -> None:
     """|got - want| <= tolerance * the largest entry of `scale` (of `want` if None), and finite."""
     got, want = numpy_of(got).astype(float), numpy_of(want).astype(float)

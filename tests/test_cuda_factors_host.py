@@ -109,7 +109,7 @@ def test_graphs_keep_what_they_read_and_nothing_else(factors: CudaFactors) -> No
         step(rows)
     assert factors._fold_table is not before[0]  # its rows are another geometry's now
     assert len(factors._held) == 7  # three tables, and workspace and sums of both arrays
-    assert all(any(x is held for held in factors._held) for x in before)
+    assert all(any(x is held for held in factors._held.values()) for x in before)
 
 
 def test_a_spoiled_layer_counts_nothing_more_on_this_step(factors: CudaFactors) -> None:

@@ -109,6 +109,15 @@ def test_a_missing_barrier_shows_in_random_order(barrier: str, monkeypatch: pyte
     assert np.array_equal(in_order, launch(body)) is bool(barrier)
 
 
+@needs_compiler
+def test_blocks_run_in_order_or_in_a_random_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "static int next; if (t == 0) x[0] = next++;"
+    assert launch(body, 50)[::64].tolist() == list(range(50))
+    monkeypatch.setenv("EMULATION_ORDER", "1")
+    found = launch(body, 50)[::64].tolist()
+    assert sorted(found) == list(range(50)) and found not in (sorted(found), sorted(found, reverse=True))
+
+
 # ---- What ends a launch ----
 
 IN_VAIN = {

@@ -13,7 +13,9 @@ import torch
 from helpers import refuses
 
 from cafin_cupy import Averaging, CafinTypeError, CafinValueError
-from cafin_cupy.rule import Hyper, at_least, number, whole
+from cafin_cupy.cuda_update import scalars
+from cafin_cupy.rule import LARGEST, Hyper, at_least, number, whole
+from cafin_cupy.table import HYPER
 
 
 def test_coefficients() -> None:
@@ -106,3 +108,23 @@ def test_equal_scalars_are_equal_hypers() -> None:
     assert a == b
     assert hash(a) == hash(b)
     assert a != Hyper.checked("f", 1, 0.9, 1e-3, 0, True)
+
+
+@pytest.mark.parametrize("name", ["lr", "Lambda", "weight_decay"])
+def test_scalars_fit_float32_and_so_does_what_is_made_of_them(name: str) -> None:
+    """PyTorch and the kernels' tables raise where they do not, in the middle of a step."""
+    given = {"lr": LARGEST, "beta": math.nextafter(1.0, 0.0), "Lambda": LARGEST, "weight_decay": LARGEST}
+    for decoupled in (False, True):
+        made = scalars(Hyper.checked("f", **given, decoupled=decoupled), 1)
+        assert np.all(np.isfinite(np.frombuffer(HYPER.pack(*made), np.float32)))
+    with refuses(CafinValueError, f"f: `{name}` must be <= 1e+18, got 1e+19"):
+        Hyper.checked("f", **{**given, name: 1e19}, decoupled=False)
+
+
+def test_errors_call_a_scalar_by_its_path() -> None:
+    with refuses(CafinValueError, "f: `groups[1]['beta']` must lie in [0, 1), got 2.0"):
+        Hyper.checked("f", 0.1, 2.0, 0.1, 0.0, False, "groups[1]['{}']")
+
+
+def test_large_counts_are_exact() -> None:
+    assert whole("f", "x", 2**60 + 1, 0) == 2**60 + 1

@@ -11,16 +11,29 @@ import pytest
 from cafin_cupy import BackendError, runtime
 
 STEMS = sorted(runtime.KERNELS)
-ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("stem", STEMS)
-def test_kernels_compile(stem: str, arch: str) -> None:
-    cubin = runtime.compile_cubin(stem, arch)
-    assert cubin[:4] == b"\x7fELF"
-    for name in runtime.KERNELS[stem]:
-        assert name.encode() in cubin
+class Compiles(Exception):
+    """With which options CuPy compiles."""
+
+
+def test_cupy_compiles_with_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled without CuPy is what it compiles for the library."""
+    from cupy.cuda import compiler, nvrtc
+
+    def compile_program(program: int, options: tuple[str, ...]) -> None:
+        if "-arch=sm_90" in options:  # and no question about the compiler itself
+            raise Compiles(*options)
+        compile_program_(program, options)
+
+    compile_program_ = nvrtc.compileProgram
+    monkeypatch.setattr(nvrtc, "compileProgram", compile_program)
+    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "1")
+    name = "_get_arch_for_options_for_nvrtc"  # its answer is kept for each device, and here may be none
+    monkeypatch.setattr(compiler, name, getattr(compiler, name).__wrapped__)
+    with pytest.raises(Compiles) as caught:  # what RawModule calls
+        compiler._compile_module_with_cache(runtime.source("update"), runtime.options(), arch="90")
+    assert sorted(caught.value.args) == sorted(runtime.cubin_options("sm_90"))
 
 
 def test_includes_are_pasted_in_with_their_lines() -> None:

@@ -38,6 +38,9 @@ def test_factors(rule: str) -> None:
             (factors.defer if k % 2 else factors.accumulate)(k, h, s)
         assert factors.pending
         factors.flush()
+        for (k, mine), (other, theirs) in zip(factors.sums(), whole.sums(), strict=True):
+            assert k == other and mine.n == theirs.n
+            np.testing.assert_array_equal(mine.H, theirs.H)
         for each in (whole, factors):
             if step == 1:
                 each.discard()

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
 from torch_helpers import (  # noqa: E402
+    Tokens,
     assert_same,
     everything,
     hook_count,
@@ -48,7 +49,9 @@ def test_signature_is_that_of_the_public_implementation() -> None:
         ("weight_decay", 0),
         ("dist", False),
     ]
-    assert {p.name for p in parameters[8:]} == {"averaging", "backend", "capturable", "grad_scaler"}
+    assert {p.name for p in parameters[8:]} == {
+        *("averaging", "backend", "capturable", "grad_scaler", "error_if_nonfinite")
+    }
     assert {p.kind for p in parameters[8:]} == {inspect.Parameter.KEYWORD_ONLY}
 
 
@@ -188,39 +191,6 @@ def test_a_backward_after_its_step_adds_nothing_to_later_samples(device: str) ->
 # Parameters and state
 
 
-class Tokens(nn.Module):
-    """Parameters that no layer owns, before, between and behind the layers."""
-
-    def __init__(self, order: tuple[str, ...] = ("cls", "fc", "scale", "norm", "head")) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        made = {
-            "cls": nn.Parameter(torch.randn(5)),
-            "fc": nn.Linear(5, 7),
-            "scale": nn.Parameter(torch.randn(7)),
-            "norm": nn.LayerNorm(7),
-            "head": nn.Linear(7, 3),
-        }
-        for name in order:
-            setattr(self, name, made[name])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(torch.tanh(self.fc(x + self.cls)) * self.scale))
-
-
-def test_parameters_without_a_layer_get_momentum_and_one_warning(device: str) -> None:
-    model = Tokens().to(device)
-    with pytest.warns(UserWarning, match=r"AdaFisher: no factors \(F = 1\) for cls, scale$") as caught:
-        optimizer = AdaFisher(model, lr=0.1)
-    assert [w.filename for w in caught] == [__file__]
-    before = everything(optimizer)
-    run(optimizer, rows(device, 1))
-    for name, p in model.named_parameters():
-        assert not torch.equal(p, before[name]), name
-    for p, name in ((model.cls, "cls"), (model.scale, "scale")):
-        near(p, before[name] - 0.1 * p.grad, name)
-
-
 @pytest.mark.filterwarnings("ignore:.*no factors")
 def test_the_order_of_a_model_does_not_matter(device: str) -> None:
     one = AdaFisher(Tokens().to(device), TCov=2)
@@ -289,23 +259,6 @@ def test_step_without_any_gradient_changes_nothing(device: str) -> None:
     before = everything(optimizer)
     optimizer.step()
     assert_same(optimizer, {**before, "steps": 1})
-
-
-def split_groups(device: str) -> AdaFisher:
-    """No decay and half the rate for vectors, as scripts do it."""
-    optimizer = AdaFisher(mlp(device), lr=1e-3, weight_decay=0.1, TCov=2)
-    parameters = optimizer.param_groups[0]["params"]
-    optimizer.param_groups[0]["params"] = [p for p in parameters if p.dim() > 1]
-    optimizer.add_param_group({"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0, "lr": 5e-4})
-    return optimizer
-
-
-def test_groups_have_their_own_scalars(device: str) -> None:
-    split = run(split_groups(device), rows(device, 1))
-    matrices = everything(run(AdaFisher(mlp(device), lr=1e-3, weight_decay=0.1), rows(device, 1)))
-    vectors = everything(run(AdaFisher(mlp(device), lr=5e-4), rows(device, 1)))
-    for name, p in split.model.named_parameters():
-        assert torch.equal(p, (matrices if p.dim() > 1 else vectors)[name]), name
 
 
 def test_parameters_may_join_later(device: str) -> None:

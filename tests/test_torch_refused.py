@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import Tensor, nn  # noqa: E402
 from torch_helpers import (  # noqa: E402
     loss_of,
+    mlp,
     refused,
     rows,
     run,
@@ -128,3 +130,99 @@ def test_models_without_real_numbers_are_refused(change: dict[str, Any]) -> None
     model = torch.nn.Linear(3, 2, **change)
     with pytest.raises(CafinError, match=r"`model \(weight\)` must have real floating-point parameters in memory"):
         AdaFisher(model)
+
+
+def without_memory(x: Tensor) -> Tensor:
+    x.untyped_storage().resize_(0)
+    return x
+
+
+class Wrapper(Tensor):
+    """A tensor that has no memory itself, as quantised and distributed ones."""
+
+    @staticmethod
+    def __new__(cls, inside: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, inside.shape, dtype=inside.dtype, device=inside.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Wrapper(torch.ones(args[0].shape))
+        raise NotImplementedError(str(func))
+
+
+def inference(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return nn.Parameter(x.clone())
+
+
+UNUSABLE: dict[str, tuple[Callable[[Tensor], Any], tuple[str, ...]]] = {
+    "sparse": (lambda x: x.to_sparse(), ("must be dense", "torch.sparse_coo", ".to_dense()")),
+    "sparse rows": (lambda x: x.to_sparse_csr(), ("must be dense", "torch.sparse_csr", ".to_dense()")),
+    "nested": (lambda x: torch.nested.nested_tensor([x, x[:1]]), ("must be dense", "nested", ".to_padded_tensor()")),
+    "complex": (lambda x: x.cfloat(), ("real floating-point", "complex64", "convert it")),
+    "lazy": (lambda x: nn.UninitializedParameter(), ("must be initialised", "lazy", "one forward pass")),
+    "meta": (lambda x: x.to("meta"), ("in memory", "meta")),
+    "without memory": (lambda x: without_memory(x.clone()), ("must have memory of its own", "without memory")),
+    "wrapper": (lambda x: Wrapper(x), ("must have memory of its own", "Wrapper", "stands for")),
+    "inference": (inference, ("must be writable", "inference tensor", "outside of torch.inference_mode()")),
+    "float8": (lambda x: x.to(torch.float8_e4m3fn), ("real floating-point", "float8_e4m3fn", "convert it")),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype stage|beta state)")
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_parameters_that_are_refused(name: str) -> None:
+    """When the optimizer is made, or by its first step, with nothing changed."""
+    make, words = UNUSABLE[name]
+    model = mlp("cpu")
+    odd = make(torch.ones(2, 3))
+    model.register_parameter("odd", odd if isinstance(odd, nn.Parameter) else nn.Parameter(odd))
+    before = {k: p.detach().clone() for k, p in model.named_parameters() if k != "odd"}
+    with pytest.raises(CafinError) as caught:
+        optimizer = AdaFisher(model)
+        loss_of(model, rows("cpu", 1)[0]).backward()
+        model.odd.grad = torch.ones(2, 3).to(model.odd.dtype)
+        optimizer.step()
+    assert not [word for word in ("odd", *words) if word not in str(caught.value)], caught.value
+    assert all(torch.equal(p, before[k]) for k, p in model.named_parameters() if k != "odd")
+
+
+def test_tensors_at_no_multiple_of_their_size_are_refused() -> None:
+    """No kernel could read them. Gradients are looked at where they are not all like those of the step before."""
+    odd = torch.frombuffer(bytearray(4 * 15 + 1), dtype=torch.float32, offset=1).view(3, 5)
+    words = "must lie at multiples of its elements' size", "pass a copy"
+    for steps in (0, 1):
+        optimizer = AdaFisher(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)))
+        for _ in range(steps):
+            loss_of(optimizer.model[0], rows("cpu", 1)[0]).backward()
+            optimizer.step()
+        optimizer.model[0].weight.grad, optimizer.model[0].bias.grad = odd, None
+        with refused(optimizer, "step: `gradient of 0.weight`", *words):
+            optimizer.step()
+    optimizer.model[0].weight.grad = None
+    optimizer.model[0].weight.data = odd
+    with refused(optimizer, "step: `0.weight`", *words):
+        optimizer.step()
+
+
+def test_quantised_and_integer_parameters_may_be_frozen() -> None:
+    model = mlp("cpu")
+    for name, frozen in (("q", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)), ("i", torch.arange(3))):
+        model.register_parameter(name, nn.Parameter(frozen, requires_grad=False))
+    run(AdaFisher(model, TCov=1), rows("cpu", 2))
+    assert torch.equal(model.i, torch.arange(3))
+
+
+@pytest.mark.parametrize("kind", [nn.LazyConv1d, nn.LazyConv2d, nn.LazyLinear, nn.LazyBatchNorm2d])
+def test_lazy_modules_are_refused_until_they_have_run(kind: Any) -> None:
+    layer = kind(*[4, 1][: 2 if "Conv" in kind.__name__ else 1] if kind is not nn.LazyBatchNorm2d else [])
+    model = nn.Sequential(layer)
+    with pytest.raises(CafinError, match=r"`model \(0.weight\)` must be initialised"):
+        AdaFisher(model)
+    x = torch.ones(*((2, 3, 5, 5) if "2d" in kind.__name__ else (2, 3, 5)))
+    model(x)
+    optimizer = AdaFisher(model, TCov=1)
+    model(x).square().sum().backward()
+    optimizer.step()
+    assert len(optimizer.factors()) == 1

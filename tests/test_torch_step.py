@@ -11,13 +11,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from helpers import RAW  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+from torch import nn  # noqa: E402
 from torch.optim import lr_scheduler  # noqa: E402
 from torch_helpers import (  # noqa: E402
     TOLERANCE,
     assert_moments,
     assert_same,
-    everything,
     images,
     loss_of,
     mlp,
@@ -27,6 +26,8 @@ from torch_helpers import (  # noqa: E402
     refused,
     rows,
     run,
+    scaled_run,
+    scaler_of,
     torch_device,  # noqa: F401
 )
 
@@ -112,59 +113,7 @@ def test_an_interval_that_unsamples_the_coming_step_drops_its_sums(device: str) 
         assert torch.equal(mine[0], true[0]) and torch.equal(mine[1], true[1])
 
 
-def test_closure_is_run_once_and_its_loss_returned(device: str) -> None:
-    x, y = rows(device, 2)
-    optimizer = AdaFisher(mlp(device), TCov=1)
-    losses: list[Tensor] = []
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        losses.append(loss_of(optimizer.model, (x, y)[len(losses)]))
-        losses[-1].backward()
-        return losses[-1]
-
-    for count in (1, 2):
-        assert optimizer.step(closure) is losses[-1]
-        assert len(losses) == count
-    assert_same(optimizer, run(AdaFisher(mlp(device), TCov=1), [x, y]))
-
-
 # Gradients
-
-
-def sliced(g: Tensor) -> Tensor:
-    wide = torch.full((*g.shape[:-1], 2 * g.shape[-1]), torch.nan, device=g.device)
-    wide[..., ::2] = g
-    return wide[..., ::2]
-
-
-def expanded(g: Tensor) -> Tensor:
-    return g.flatten()[0].expand_as(g)
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "slice": sliced,
-    "chunk of a larger tensor": lambda g: torch.stack([g + 1, g]).chunk(2)[1][0],
-    "at an odd address": lambda g: torch.cat([g.new_zeros(1), g.flatten()])[1:].reshape(g.shape),
-    "transposed": lambda g: g.mT.contiguous().mT if g.dim() > 1 else g,
-    "channels_last": lambda g: g.to(memory_format=torch.channels_last) if g.dim() == 4 else g,
-    "expanded": expanded,
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_of_a_gradient_changes_nothing(name: str, device: str) -> None:
-    """Row 6 of the field reports: slices and chunks, updated as if they were contiguous."""
-    strided, plain = (AdaFisher(net(device), TCov=2, weight_decay=0.1) for _ in range(2))
-    for x in images(device, 3, 3, 3):
-        for optimizer in (strided, plain):
-            optimizer.zero_grad()
-            loss_of(optimizer.model, x).backward()
-            for p in optimizer.model.parameters():
-                g = LAYOUTS[name](p.grad)
-                p.grad = g if optimizer is strided else g.clone(memory_format=torch.contiguous_format)
-            optimizer.step()
-        assert_same(strided, plain)
 
 
 def test_sparse_gradients_are_refused(device: str) -> None:
@@ -190,25 +139,6 @@ def test_gradients_of_another_dtype_are_refused(device: str) -> None:
 # Loss scales
 
 
-def scaled_run(
-    optimizer: AdaFisher, scaler: Any, batches: list[Tensor], clip: float = 0.0, micro: int = 1
-) -> AdaFisher:
-    for x in batches:
-        optimizer.zero_grad()
-        for part in x.chunk(micro):
-            scaler.scale(loss_of(optimizer.model, part) / micro).backward()
-        if clip:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(optimizer.model.parameters(), clip)
-        scaler.step(optimizer)
-        scaler.update()
-    return optimizer
-
-
-def scaler_of(device: str, scale: float = 2.0**10) -> Any:
-    return torch.amp.GradScaler(device, init_scale=scale, growth_interval=2)
-
-
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("kind", [AdaFisher, AdaFisherW])
 def test_a_loss_scale_changes_nothing(kind: type[AdaFisher], micro: int, device: str) -> None:
@@ -224,22 +154,6 @@ def test_disabled_scaler(device: str) -> None:
     optimizer = AdaFisher(mlp(device), TCov=2, grad_scaler=scaler)
     scaled_run(optimizer, scaler, rows(device, 3), clip=1e9)
     assert_same(optimizer, run(AdaFisher(mlp(device), TCov=2), rows(device, 3)))
-
-
-@pytest.mark.parametrize("clip", [0.0, 1e9], ids=["in step", "unscale_ and clip"])
-@pytest.mark.parametrize("after", [1, 2], ids=["unsampled", "sampled"])
-def test_gradients_that_are_not_finite_change_nothing(after: int, clip: float, device: str) -> None:
-    """Row 4: neither parameters, momentum, factors nor counters; and the run goes on as if the batch had not been."""
-    scaler = scaler_of(device)
-    optimizer = AdaFisher(mlp(device), TCov=2, grad_scaler=scaler)
-    batches = rows(device, 5)
-    scaled_run(optimizer, scaler, batches[:after], clip)
-    before, scale = everything(optimizer), scaler.get_scale()
-    scaled_run(optimizer, scaler, [torch.full_like(batches[0], torch.inf)], clip)
-    assert_same(optimizer, before)
-    assert scaler.get_scale() == scale / 2
-    scaled_run(optimizer, scaler, batches[after:], clip)
-    assert_same(optimizer, run(AdaFisher(mlp(device), TCov=2), batches), TOLERANCE)
 
 
 def test_unscale_and_clip(device: str) -> None:
@@ -281,18 +195,6 @@ def test_moments_under_autocast(dtype: torch.dtype, device: str) -> None:
         (out.float() * torch.arange(4, device=device)).mean().backward()
         optimizer.step()
         assert_moments(optimizer, seen)
-
-
-def test_autocast_keeps_the_state_in_float32(device: str) -> None:
-    optimizer = AdaFisher(net(device), TCov=1)
-    for x in images(device, 4, 4):
-        optimizer.zero_grad()
-        with torch.autocast(device, dtype=torch.bfloat16):
-            loss = loss_of(optimizer.model, x)
-        loss.backward()
-        optimizer.step()
-    assert {f.dtype for pair in optimizer.factors().values() for f in pair} == {torch.float32}
-    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
 
 
 def test_half_precision_parameters_on_the_reference() -> None:

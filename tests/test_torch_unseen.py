@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -69,8 +70,12 @@ def test_compiled_on_an_unsampled_step_with_the_switch_of_the_warning() -> None:
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-        optimizer = AdaFisher(model, TCov=3)
-        optimizer.load_state_dict({**optimizer.state_dict(), "steps": 1})
+        optimizer, before = AdaFisher(model, TCov=3), AdaFisher(copy.deepcopy(model), TCov=3)
+        before.model(torch.randn(6, 4)).square().mean().backward()
+        before.step()
+        optimizer.load_state_dict(
+            {**before.state_dict(), **{key: optimizer.state_dict()[key] for key in ("H_D", "S_D")}}
+        )
         compiled = torch.compile(model, backend="eager")
         for _ in range(4):
             optimizer.zero_grad()

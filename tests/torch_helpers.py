@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -10,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import RAW
 from torch import Tensor, nn
 from torch_cases import Conv1D
 
@@ -171,6 +175,13 @@ def assert_moments(optimizer: AdaFisher, seen: Seen) -> None:
     seen.clear()
 
 
+def start(model: nn.Module, device: str, **options: Any) -> tuple[nn.Module, AdaFisher, Seen]:
+    """A model whose factors are the raw moments of each step, its optimizer, and a record of what its layers see."""
+    model = model.to(device)
+    seen = record(model)
+    return model, AdaFisher(model, TCov=1, averaging=RAW, **options), seen
+
+
 def weighted(out: Tensor) -> Tensor:
     """A loss whose gradient has another value and sign at every place."""
     n = max(1, out.numel())
@@ -201,6 +212,26 @@ class Net(nn.Module):
 def net(device: str, **options: Any) -> Net:
     torch.manual_seed(1)
     return Net(**options).to(device)
+
+
+class Tokens(nn.Module):
+    """Parameters that no layer owns, before, between and behind the layers."""
+
+    def __init__(self, order: tuple[str, ...] = ("cls", "fc", "scale", "norm", "head")) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        made = {
+            "cls": nn.Parameter(torch.randn(5)),
+            "fc": nn.Linear(5, 7),
+            "scale": nn.Parameter(torch.randn(7)),
+            "norm": nn.LayerNorm(7),
+            "head": nn.Linear(7, 3),
+        }
+        for name in order:
+            setattr(self, name, made[name])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(torch.tanh(self.fc(x + self.cls)) * self.scale))
 
 
 def images(device: str, *sizes: int) -> list[Tensor]:
@@ -242,6 +273,8 @@ def everything(optimizer: AdaFisher) -> dict[str, Any]:
         found[f"momentum of {name}"] = state["exp_avg"].clone() if "exp_avg" in state else torch.zeros_like(p)
     for name, pair in optimizer.factors().items():
         found[f"H of {name}"], found[f"S of {name}"] = (f.clone() for f in pair)
+    for name, count in optimizer.skipped_refreshes().items():
+        found[f"skipped of {name}"] = count
     return found
 
 
@@ -258,6 +291,23 @@ def assert_same(a: AdaFisher, b: Any, tolerance: float = 0.0) -> None:
             assert torch.equal(value, other[name]), name
 
 
+def assert_equal_trees(a: Any, b: Any) -> None:
+    """Two state dicts agree, in tensors, types and structure."""
+    assert type(a) is type(b)
+    if isinstance(a, Tensor):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, check_layout=True)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_equal_trees(a[key], b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b):
+            assert_equal_trees(x, y)
+    else:
+        assert a is b or a == b
+
+
 @contextmanager
 def refused(optimizer: AdaFisher, *words: str) -> Iterator[None]:
     """The block raises a CafinError that holds all `words`, and changes nothing."""
@@ -271,3 +321,36 @@ def refused(optimizer: AdaFisher, *words: str) -> Iterator[None]:
 
 def hook_count(model: nn.Module) -> int:
     return sum(len(module._forward_hooks) for module in model.modules())
+
+
+def split_groups(optimizer: AdaFisher) -> AdaFisher:
+    """No decay and half the rate for vectors, as scripts do it."""
+    parameters = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = [p for p in parameters if p.dim() > 1]
+    optimizer.add_param_group({"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0, "lr": 5e-4})
+    return optimizer
+
+
+def scaler_of(device: str, scale: float = 2.0**10) -> Any:
+    return torch.amp.GradScaler(device, init_scale=scale, growth_interval=2)
+
+
+def scaled_run(
+    optimizer: AdaFisher, scaler: Any, batches: list[Tensor], clip: float = 0.0, micro: int = 1
+) -> AdaFisher:
+    for x in batches:
+        optimizer.zero_grad()
+        for part in x.chunk(micro):
+            scaler.scale(loss_of(optimizer.model, part) / micro).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(optimizer.model.parameters(), clip)
+        scaler.step(optimizer)
+        scaler.update()
+    return optimizer
+
+
+def python(program: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", program, *arguments]
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}  # the ranks are on this machine, whatever its name resolves to
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)

@@ -18,8 +18,9 @@ from . import compiler
 TESTS = Path(__file__).resolve().parent.parent
 # The tests on CuPy arrays; PyTorch's need a GPU. All together must launch every kernel.
 FILES = (
-    *("arrays", "backend", "copies", "cuda_factors", "factors", "laws", "optimizer", "readme", "runtime", "table"),
-    *("spread", "update", "emulation"),
+    *("arrays", "backend", "copies", "cuda_factors", "factors", "field_reports_large", "laws", "nonfinite"),
+    *("nonfinite_moments", "odd", "odd_sizes", "optimizer", "readme", "repeats", "runtime", "spread", "state"),
+    *("streams", "table", "update", "emulation"),
 )
 
 

@@ -1,10 +1,12 @@
-// Runs the blocks of a launch one after another. The threads of a block are fibers on stacks of their own; they change over
-// only where they wait for one another, at a barrier or a shuffle. Kernels that wait for other blocks would hang.
+// Runs the blocks of a launch one after another, in order or in a random one. The threads of a block are fibers on stacks
+// of their own; they change over only where they wait for one another, at a barrier or a shuffle. Kernels that wait for
+// other blocks would hang.
 #pragma once
 
 #include <sys/mman.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <utility>
 
 #ifdef __SSE2__
@@ -162,6 +164,10 @@ static unsigned random_below(unsigned n) {
     return unsigned(u64(random_state) * n >> 32);
 }
 
+static void shuffle(int* order, int count) {
+    for (int k = count - 1; k > 0; --k) std::swap(order[k], order[random_below(k + 1)]);
+}
+
 static const char* run_block() {
     static int order[MOST];
     ++block_number;
@@ -172,8 +178,7 @@ static const char* run_block() {
         prepare(fibers[t].context, stacks + STACK * t, STACK, body);
     }
     for (;;) {
-        if (random_state)
-            for (int t = threads - 1; t > 0; --t) std::swap(order[t], order[random_below(t + 1)]);
+        if (random_state) shuffle(order, threads);
         int ended = 0;
         for (int k = 0; k < threads; ++k) {
             threadIdx.x = order[k];
@@ -201,10 +206,14 @@ static const char* run(void (*kernel)(), int grid, int block, const void* at, un
     _mm_setcsr(control | 0x8040);
 #endif
     const char* problem = nullptr;
+    int* order = static_cast<int*>(malloc(sizeof(int) * (grid + 1)));
+    for (int k = 0; k < grid; ++k) order[k] = k;
+    if (seed) shuffle(order, grid);
     for (int k = 0; k < grid && !problem; ++k) {
-        blockIdx.x = seed ? grid - 1 - k : k;
+        blockIdx.x = order[k];
         problem = run_block();
     }
+    free(order);
 #ifdef __SSE2__
     _mm_setcsr(control);
 #endif

@@ -2,8 +2,8 @@
 
 The environment decides: CXX names the compiler; EMULATION_SANITIZE=1 adds AddressSanitizer and
 UndefinedBehaviorSanitizer, in a process that was started with `sanitized_environment()`; EMULATION_ORDER is the seed of
-a random order of threads, 0 for none. Each process compiles for itself, in half a second a source, into a temporary
-folder.
+a random order of blocks, and of threads within them, 0 for none. Each process compiles for itself, in half a second a
+source, into a temporary folder.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ inline float half_to_float(unsigned short half) {
 inline void wait_for_previous_launch() {}
 inline void allow_next_launch() {}
 
-// emulate_<kernel>(grid, block, address of the arguments, seed of the order of threads): null, or what went wrong.
+// emulate_<kernel>(grid, block, address of the arguments, seed of the order): null, or what went wrong.
 #define EMULATE(kernel)                                                                                     \
     using Argument_##kernel = decltype(emulation::argument_of(kernel));                                     \
     static_assert(sizeof(Argument_##kernel) <= 4096, "every device takes 4 KiB of arguments");              \

@@ -1,0 +1,56 @@
+"""What the PyTorch optimizer refuses before anything has changed: models, ranks and, if asked, inf and NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from cafin_cupy.arrays import refuse_without_memory, wraps_others
+from cafin_cupy.errors import BackendError, CafinTypeError, refuse
+from cafin_cupy.nonfinite import raw_moments, refuse_nonfinite
+
+if TYPE_CHECKING:
+    from .torch import AdaFisher
+    from .torch_plan import Plan
+
+
+def check_model(where: str, model: Any) -> None:
+    """Refuse what is no module, or one whose parameters cannot be trained."""
+    if not isinstance(model, nn.Module):
+        mend = "pass the model itself, not model.parameters()"
+        refuse(where, "model", "be a torch.nn.Module", type(model).__name__, mend, CafinTypeError)
+    named = list(model.named_parameters())
+    if not named:
+        refuse(where, "model", "have parameters", "none")
+    for name, p in named:
+        if wraps_others(p):
+            refuse_without_memory(p, where, f"model ({name})")
+        if p.is_meta or (p.requires_grad and not p.is_floating_point()):
+            rule = "have real floating-point parameters in memory"
+            refuse(where, f"model ({name})", rule, f"{p.dtype} on {p.device}", "convert it first")
+        if p.requires_grad or nn.parameter.is_lazy(p):
+            refuse_without_memory(p, where, f"model ({name})")
+
+
+def check_ranks(where: str) -> None:
+    """Refuse several ranks: each would follow its own factors, and the replicas would drift apart."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise BackendError(
+            f"{where}: the process group must have one rank, got {distributed.get_world_size()}; "
+            "factors are not yet reduced over ranks"
+        )
+
+
+def check_finite(optimizer: AdaFisher, plan: Plan, grads: Sequence[Tensor | None], loss_scale: float) -> None:
+    """For `error_if_nonfinite`: refuse a step whose gradients, or on a sampled step raw moments, hold an inf or a NaN.
+    Waits for the device."""
+    named: list[tuple[str, Any]] = [
+        (f"gradient of {plan._name(p)}", g) for p, g in zip(plan.params, grads) if g is not None
+    ]
+    if optimizer.samples:
+        named += raw_moments(optimizer._factors, loss_scale)
+    refuse_nonfinite("step", named, "call zero_grad() and leave the batch out")
