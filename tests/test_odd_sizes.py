@@ -60,7 +60,7 @@ def test_an_empty_batch_alone_changes_no_factor(device: Device, case: Case) -> N
     layer = case.layer(lambda shape: device.zeros(*shape))
     opt = AdaFisher([layer.weight], [layer], averaging=RAW, TCov=1, backend=device.backend)
     before = [numpy_of(F) for F in opt.factors()["0"]]
-    opt.accumulate(layer, device.zeros(0, *case.h[1:]), device.zeros(0, *case.s[1:]))
+    opt.accumulate(layer, device.array(case.of(np.zeros((0, *case.h[1:])))), device.zeros(0, *case.s[1:]))
     opt.step([device.zeros(*case.weight)])
     for now, then in zip(opt.factors()["0"], before):
         same_bits(now, then)
