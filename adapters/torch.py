@@ -30,14 +30,14 @@ except ImportError:  # internal to torch, so they may go: then every step looks 
 from .torch_attention import attach_to_attention, leave_interrupted
 from .torch_capture import RUN_FIRST, CapturedIteration, check_capture
 from .torch_checks import check_finite, check_model, check_ranks
-from .torch_kinds import register_layer
+from .torch_kinds import register_layer, unregister_layer
 from .torch_layers import attach, find_layers
 from .torch_plan import Plan
 from .torch_scalars import checked_hyper, forget_scale, unscaling
 from .torch_state import copied, go_on_from, take_over, with_factors
 from .torch_warnings import warn_unseen, warn_without_factors
 
-__all__ = ["AdaFisher", "AdaFisherW", "register_layer"]
+__all__ = ["AdaFisher", "AdaFisherW", "register_layer", "unregister_layer"]
 
 _profiling = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 _backward_number = getattr(torch._C, "_current_graph_task_id", None)

@@ -48,9 +48,10 @@ class Kind(NamedTuple):
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """The kind of the module's type, or of the nearest base class that has one."""
+    """The kind of the module's type, or of the nearest base class that has one; what a script registers goes first."""
     for base in type(module).__mro__:
-        kind = _KINDS.get(base) or _FOREIGN.get((base.__module__.partition(".")[0], base.__name__))
+        package = base.__module__.partition(".")[0]
+        kind = _registered.get(base) or _KINDS.get(base) or _FOREIGN.get((package, base.__name__))
         if kind is not None:
             return kind
     return None
@@ -68,8 +69,8 @@ def register_layer(
         register_layer(LlamaRMSNorm, lambda module, name: RMSNorm(module.weight, name=name))
 
     Args:
-        module_type: its subclasses count as well; of several registered types the nearest one wins, PyTorch's own
-            among them. A type that is registered again is described anew.
+        module_type: its subclasses count as well; of several types that are known the nearest one wins. A type that is
+            registered again, or that PyTorch has, is described anew until `unregister_layer`.
         describe: (module, name) -> a descriptor of `cafin_cupy` that holds the module's parameters, or None if this
             module has no factors. It says which shapes input and output gradient have.
         take: (module, args, kwargs, output) -> the layer's input h, and the tensor whose gradient is s, from a call;
@@ -80,8 +81,7 @@ def register_layer(
         CafinError: an argument is refused.
     """
     where = "register_layer"
-    if not isinstance(module_type, type) or not issubclass(module_type, nn.Module):
-        refuse(where, "module_type", "be a subclass of torch.nn.Module", repr(module_type), kind=CafinTypeError)
+    _check_type(where, module_type)
     for name, given in (("describe", describe), ("take", take or _first), ("arrange", arrange or _as_they_are)):
         if not callable(given):
             refuse(where, name, "be a function", type(given).__name__, kind=CafinTypeError)
@@ -93,7 +93,25 @@ def register_layer(
             refuse(where, f"describe of {module_type.__name__}", rule, type(layer).__name__, kind=CafinTypeError)
         return [layer] if layer is not None and isinstance(layer.weight, nn.Parameter) else ()
 
-    _KINDS[module_type] = Kind(checked, take or _first, arrange or _as_they_are)
+    _registered[module_type] = Kind(checked, take or _first, arrange or _as_they_are)
+
+
+def unregister_layer(module_type: type[nn.Module]) -> None:
+    """Forget what `register_layer` was told of a type, in optimizers that are made from now on.
+
+    Raises:
+        CafinError: nothing was registered for this very type.
+    """
+    where = "unregister_layer"
+    _check_type(where, module_type)
+    if module_type not in _registered:
+        refuse(where, "module_type", "be a type that was registered", module_type.__qualname__)
+    del _registered[module_type]
+
+
+def _check_type(where: str, module_type: Any) -> None:
+    if not isinstance(module_type, type) or not issubclass(module_type, nn.Module):
+        refuse(where, "module_type", "be a subclass of torch.nn.Module", repr(module_type), kind=CafinTypeError)
 
 
 def _parameters(module: Any, name: str) -> tuple[Any, Any]:
@@ -213,6 +231,8 @@ def _instance_norm(alone: int) -> Kind:
         _descriptor(layers.InstanceNorm), arrange=lambda _, h, s: _batched(alone, h, s), keeps=_keeps_contiguous
     )
 
+
+_registered: dict[type[nn.Module], Kind] = {}  # by scripts
 
 _KINDS: dict[type[nn.Module], Kind] = {
     nn.Linear: Kind(_descriptor(layers.Linear), keeps=_keeps_rows),

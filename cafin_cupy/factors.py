@@ -103,8 +103,13 @@ class Factors:
         raise NotImplementedError
 
     def raw(self, grad_scale: float = 1.0) -> list[tuple[int, Any, Any]]:
-        """(place of a layer, H, S): the raw moments that `update` would average, of all layers that have sums."""
-        return [(k, *reference.raw_moments(self.layers[k], sums, grad_scale)) for k, sums in self.sums()]
+        """(place of a layer, H, S): the raw moments that `update` would average, of all layers that have sums. Waits
+        for the device if one of them counts."""
+        return [
+            (k, *reference.raw_moments(self.layers[k], sums, grad_scale))
+            for k, sums in self.sums()
+            if not (self.layers[k].counted and reference.saw_nothing(self.layers[k], sums))
+        ]
 
     def accumulate(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
         """Add a layer's input and output gradient to its sums; on the CUDA backend one launch, on the
@@ -165,8 +170,10 @@ class ReferenceFactors(Factors):
         return [(index, sums) for index, sums in enumerate(self._sums) if sums is not None]
 
     def update(self, grad_scale: float = 1.0) -> None:
-        for index, H, S in self.raw(grad_scale):
-            self.skipped[index] += reference.broken(H, S)
+        for index, sums in self.sums():
+            layer = self.layers[index]
+            H, S = reference.raw_moments(layer, sums, grad_scale)
+            self.skipped[index] += reference.broken(H, S) & ~reference.saw_nothing(layer, sums)
             self.load(index, *reference.refresh(self.H[index], self.S[index], H, S, self.averaging))
         self.discard()
 

@@ -126,6 +126,12 @@ def average(F: Any, raw: Any, averaging: Averaging) -> Any:
     return averaging.keep * F + averaging.add * xp.astype(x, F.dtype)
 
 
+def saw_nothing(layer: Layer, sums: RawSums) -> Any:
+    """True, as an array without axes, if all calls of a counted layer have counted nothing: as if there were none."""
+    xp = array_namespace(sums.H)
+    return xp.sum(sums.H) == 0 if layer.counted else xp.zeros((), dtype=xp.bool, device=device(sums.H))
+
+
 def broken(H_raw: Any, S_raw: Any) -> Any:
     """True, as an array without axes, if either raw moment of a layer holds a NaN."""
     xp = array_namespace(H_raw)

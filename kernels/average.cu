@@ -28,7 +28,7 @@ struct AverageJob {
     Vector H, S;
     i64* skipped;  // (1), in/out: how often a NaN has kept the factors as they were
     int norm;      // 1: the sums are plain sums, squared here
-    int counted;   // 1: the H sums are counts, and their total divides both; 0 of 0 is NaN
+    int counted;   // 1: the H sums are counts, and their total divides both; a total of 0 keeps the factors
 };
 
 struct Average {
@@ -159,6 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) average(const Average a
     add_groups(job.S);
     const bool norm = job.norm;
     const A total = norm || job.counted ? block_sum(job.H.sums, job.H.units, norm) : A(1);
+    if (job.counted && total == 0) return;  // as if it had not been called
     const A by = job.counted ? total : A(1);
     const Raw H = {job.H, job.H.mean / by, total, norm, false}, S = {job.S, job.S.mean / by, A(0), false, norm};
     const Range<A> H_range = block_range<A>(job.H.size, H), S_range = block_range<A>(job.S.size, S);

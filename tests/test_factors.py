@@ -21,10 +21,12 @@ from helpers import (
     layer_norms,
     moments,
     numpy_of,
+    pair_of_layers,
     refuses,
     run_raw,
     same_bits,
     seeds,
+    take,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,6 +46,7 @@ from cafin_cupy import (
     Embedding,
     LayerNorm,
     Linear,
+    NonFiniteError,
     TransposedLinear,
     reference,
 )
@@ -222,6 +225,22 @@ def test_an_embedding_counts_what_was_read(device: Device, padding: int | None) 
     nothing = run_raw(device, case, [(device.array(0 * h), device.array(s))])
     if padding is not None:
         assert all(np.all(F == 1.0) for F in nothing)
+
+
+def test_nothing_but_padding_is_no_call(device: Device) -> None:
+    """No refresh that was skipped, no number that is not finite; but a NaN in what was read is both."""
+    case = Case(Embedding, (4, 2), False, (3,), (3, 2), {"padding_idx": 0})
+    opt, (layer, _) = pair_of_layers(device, case, RAW, error_if_nonfinite=True)
+    s = np.full(case.s, np.nan)
+    take(opt, device, (np.array([0, 0, 0]), s))
+    assert opt.skipped_refreshes() == {"0": 0, "1": 0}
+    assert all(np.all(numpy_of(F) == 1.0) for F in opt.factors()["0"])
+    opt.accumulate(layer, device.array(np.array([0, 1, 0])), device.array(s))
+    with pytest.raises(NonFiniteError, match="raw S of Embedding"):
+        take(opt, device)
+    opt.error_if_nonfinite = False
+    take(opt, device)
+    assert opt.skipped_refreshes() == {"0": 1, "1": 0}
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint8"])

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cafin_cupy.adapters.torch import unregister_layer
+
 README = Path(__file__).resolve().parent.parent / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
 
@@ -47,6 +49,7 @@ def test_plain_array_example_learns(library):
 def test_example_of_a_layer_of_ones_own():
     names = run(block("register_layer"))
     assert names["optimizer"].factors().keys() == {"0", "1"}
+    unregister_layer(names["LlamaRMSNorm"])
 
 
 def test_checkpoint_example(tmp_path, monkeypatch):

@@ -13,15 +13,15 @@ from helpers import RAW  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch_helpers import near, torch_device, weighted  # noqa: E402, F401
 
-from cafin_cupy import CafinTypeError, Linear, RMSNorm, TransposedLinear  # noqa: E402
+from cafin_cupy import CafinTypeError, CafinValueError, Linear, RMSNorm, TransposedLinear  # noqa: E402
 from cafin_cupy.adapters import torch_kinds  # noqa: E402
-from cafin_cupy.adapters.torch import AdaFisher, register_layer  # noqa: E402
+from cafin_cupy.adapters.torch import AdaFisher, register_layer, unregister_layer  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def _registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test registers is forgotten after it."""
-    monkeypatch.setattr(torch_kinds, "_KINDS", dict(torch_kinds._KINDS))
+    monkeypatch.setattr(torch_kinds, "_registered", {})
     yield
 
 
@@ -130,6 +130,25 @@ def test_the_nearest_type_wins() -> None:
     assert kinds == {"b": "again", "c": "VerySpecial"}
 
 
+def test_what_was_registered_can_be_forgotten() -> None:
+    """Then PyTorch's own description holds again; optimizers that exist keep theirs."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    register_layer(nn.Linear, lambda module, name: Linear(module.weight, name="mine"))
+    with pytest.warns(UserWarning, match="no factors .F = 1. for 0.bias$"):
+        optimizer = AdaFisher(model)
+    unregister_layer(nn.Linear)
+    assert optimizer.factors().keys() == {"mine"}
+    assert AdaFisher(model).factors().keys() == {"0"}
+    for unknown, kind, words in (
+        (nn.Linear, CafinValueError, "be a type that was registered, got Linear"),
+        (VerySpecial, CafinValueError, "be a type that was registered, got VerySpecial"),
+        (dict, CafinTypeError, "be a subclass of torch.nn.Module, got <class 'dict'>"),
+    ):
+        with pytest.raises(kind, match="unregister_layer: ") as caught:
+            unregister_layer(unknown)
+        assert words in str(caught.value)
+
+
 def test_a_module_may_have_no_factors() -> None:
     """As told, or because its weight is no parameter."""
     register_layer(Special, lambda module, name: None)
@@ -160,7 +179,7 @@ def test_refused(name: str) -> None:
     with pytest.raises(CafinTypeError, match="register_layer: ") as caught:
         register_layer(*arguments, **options)
     assert words in str(caught.value)
-    assert Special not in torch_kinds._KINDS
+    assert not torch_kinds._registered
 
 
 def test_a_description_that_is_none_is_refused() -> None:
