@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from cafin_cupy.adapters.torch import unregister_layer
-
 README = Path(__file__).resolve().parent.parent / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
 
@@ -48,6 +46,8 @@ def test_plain_array_example_learns(library):
 
 def test_example_of_a_layer_of_ones_own():
     names = run(block("register_layer"))
+    from cafin_cupy.adapters.torch import unregister_layer
+
     assert names["optimizer"].factors().keys() == {"0", "1"}
     unregister_layer(names["LlamaRMSNorm"])
 
