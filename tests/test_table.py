@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from cafin_cupy import BackendError, cuda_factors, cuda_update, matrix, runtime, table
+from cafin_cupy import BackendError, cuda_factors, cuda_sums, cuda_update, matrix, runtime, table
 
 STEMS = sorted(runtime.KERNELS)
 
@@ -65,7 +65,7 @@ def test_constants_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert constants("column_sums")["THREADS"] == matrix.COLUMN_SUMS_BLOCK
     assert constants("column_sums")["WIDE"] == table.WIDE
     assert constants("fold")["THREADS"] == cuda_factors.FOLD_BLOCK
-    assert constants("fold")["LANES"] == cuda_factors.FOLD_LANES
+    assert constants("fold")["LANES"] == cuda_sums.FOLD_LANES
     assert constants("update")["WORDS"] == table.WORDS
     assert constants("average")["THREADS"] == cuda_factors.AVERAGE_BLOCK
     assert constants("update")["THREADS"] == cuda_update.BLOCK
