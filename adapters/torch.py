@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from cafin_cupy.arrays import torch_view
 from cafin_cupy.backend import choose_for_all, requested
 from cafin_cupy.errors import BackendError, CafinTypeError, refuse
 from cafin_cupy.factors import Factors
+from cafin_cupy.interrupts import uninterrupted
 from cafin_cupy.layers import Layer
 from cafin_cupy.optimizer import make_factors, owners
 from cafin_cupy.rule import DEFAULT_GAMMA, Averaging, Hyper, whole
+from cafin_cupy.update import ReferenceUpdate
 
 try:
     from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -137,6 +140,7 @@ class AdaFisher(torch.optim.Optimizer):
         self._flushed_after = -1  # number of the backward pass at whose end the factors' arrays are read
         self._seen: set[int] = set()  # layers that have ever been seen
         self._hypers: dict[Any, Hyper] = {}  # scalars that have been checked
+        self._reference = ReferenceUpdate()
 
     def _find_layers(self) -> None:
         self._layers, self._modules = find_layers(self.model)
@@ -159,7 +163,9 @@ class AdaFisher(torch.optim.Optimizer):
 
     @property
     def backend(self) -> str:
-        """ "cuda" or "reference": what runs for the model where it is now."""
+        """ "cuda" or "reference": what runs for the model; before its first use, what would run where it is now."""
+        if self._kept_factors is not None:  # settled: a step that fails later fails, and goes on nowhere else
+            return "cuda" if self._kept_factors.kernels else "reference"
         dtypes = {str(p.dtype).removeprefix("torch.") for p in self._trained()}
         return choose_for_all(self._requested, self._devices(), dtypes, type(self).__name__)
 
@@ -179,7 +185,9 @@ class AdaFisher(torch.optim.Optimizer):
     @property
     def samples(self) -> bool:
         """True if the next step refreshes the factors."""
-        return self.steps % self._TCov == 0
+        if self.steps % self._TCov:
+            return False
+        return self._kept_factors is None or not self._kept_factors.refreshed
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See `torch.optim.Optimizer.add_param_group`."""
@@ -190,11 +198,16 @@ class AdaFisher(torch.optim.Optimizer):
 
     def _attach(self) -> None:
         """Hooks live on sampled steps only."""
-        leave_interrupted()
-        if self.samples and not self._taps:
-            self._taps[:] = [*attach(self), *attach_to_attention(self)]
-        elif not self.samples:
-            _detach(self._taps)
+        if self._taps:
+            leave_interrupted()
+        if self.samples == bool(self._taps):
+            return
+        with uninterrupted():  # a hook without its handle would stay, and count its layer twice
+            if self._taps:
+                _detach(self._taps)
+                return
+            for handle in chain(attach(self), attach_to_attention(self)):
+                self._taps.append(handle)
 
     def prepare(self) -> None:
         """Make the factors and compile the kernels now, rather than in autograd's thread."""
@@ -271,7 +284,11 @@ class AdaFisher(torch.optim.Optimizer):
             The closure's result, or None.
 
         Raises:
-            CafinError: a gradient or scalar is refused; nothing has been changed then.
+            CafinError: a gradient or scalar is refused; nothing has been changed then. Nor has it after an exception in
+                `closure` or a hook ahead of the step, and where memory runs out, the driver refuses a launch, or Ctrl-C
+                comes: then `step` may be called again. Two things stay, and are not done twice: factors that were
+                refreshed when the update failed, and parameters that were updated before memory ran out on the
+                reference backend, or before another GPU of a model on several failed.
             NonFiniteError: see `error_if_nonfinite`; nothing has been changed then.
         """
         own = type(self).step
@@ -318,10 +335,8 @@ class AdaFisher(torch.optim.Optimizer):
         grads = plan.gradients()
         if self.error_if_nonfinite:
             check_finite(self, plan, grads, loss_scale)
-        if self.samples:
-            self._refresh(loss_scale)
-        plan.update(hypers, grads, grad_scale)
-        self._count_steps(self.steps + 1)
+        refresh = self._refresh(loss_scale) if self.samples else None
+        plan.update(self, hypers, grads, grad_scale, refresh, capturing)
         return loss
 
     def _checked_hypers(self) -> list[Hyper]:
@@ -329,6 +344,8 @@ class AdaFisher(torch.optim.Optimizer):
 
     def _count_steps(self, steps: int) -> None:
         self.steps = steps
+        if self._kept_factors is not None:
+            self._kept_factors.refreshed = False
         if self._taps or self.samples:
             self._attach()
 
@@ -351,7 +368,8 @@ class AdaFisher(torch.optim.Optimizer):
 
     _watched_step = torch.optim.Optimizer.profile_hook_step(_step)  # calls hooks, and tells the profiler
 
-    def _refresh(self, loss_scale: float) -> None:
+    def _refresh(self, loss_scale: float) -> Callable[[], None] | None:
+        """See `Factors.ready`."""
         check_ranks("step")
         unseen = [
             name for name, _, index, layer in self._modules if index not in self._seen and layer.weight.grad is not None
@@ -359,7 +377,7 @@ class AdaFisher(torch.optim.Optimizer):
         if unseen and not self._warned:
             self._warned = True
             warn_unseen(type(self).__name__, unseen)
-        self._factors.update(loss_scale)
+        return self._factors.ready(loss_scale)
 
     # Checkpoints
 
@@ -387,6 +405,7 @@ class AdaFisher(torch.optim.Optimizer):
                 then.
         """
         take_over(self, state_dict, super().load_state_dict)
+        self._reference.over()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_copied": copied(self)}

@@ -11,7 +11,7 @@ all of them: the mean over the matrix's rows of what each row reads; and each pa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -29,19 +29,17 @@ from .torch_layers import Tap, counts
 PARTS = 3  # of in_proj: query, key, value
 
 
-def attach_to_attention(optimizer: Any) -> list[Any]:
+def attach_to_attention(optimizer: Any) -> Iterator[Any]:
     """Hook all attentions; the handles of the hooks."""
     known = {id(layer.weight): (index, layer) for _, _, index, layer in optimizer._modules}
-    handles = []
     for module in optimizer.model.modules():
         kind = kind_of(module)
         if kind is None or not kind.lends:
             continue
         weights = [p for p in (*module.parameters(recurse=False), *module.out_proj.parameters()) if id(p) in known]
         watch = Watch(optimizer, [Tap(optimizer, *known[id(p)], kind) for p in weights])
-        handles.append(module.register_forward_pre_hook(watch))
-        handles.append(module.register_forward_hook(watch, always_call=True))
-    return handles
+        yield module.register_forward_pre_hook(watch)
+        yield module.register_forward_hook(watch, always_call=True)
 
 
 class Watch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,15 +40,13 @@ def find_layers(model: nn.Module) -> tuple[list[Layer], list[tuple[str, nn.Modul
     return layers, modules
 
 
-def attach(optimizer: Any) -> list[Any]:
+def attach(optimizer: Any) -> Iterator[Any]:
     """Hook all layers that are called; the handles of the hooks."""
-    handles = []
     for _, module, index, layer in optimizer._modules:
         kind = kind_of(module)
         if kind is not None and not kind.lends:
             tap = Tap(optimizer, index, layer, kind)
-            handles.append(module.register_forward_hook(tap, with_kwargs=True))
-    return handles
+            yield module.register_forward_hook(tap, with_kwargs=True)
 
 
 def counts(optimizer: Any, module: nn.Module) -> bool:

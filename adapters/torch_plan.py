@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +13,19 @@ from torch import Tensor
 from cafin_cupy.arrays import View, current_stream, torch_view, view
 from cafin_cupy.cuda_update import CudaSchedule, CudaUpdate, layout, rate, scalars
 from cafin_cupy.errors import refuse
+from cafin_cupy.interrupts import uninterrupted
 from cafin_cupy.memory import Written, refuse_overlap
 from cafin_cupy.rule import Hyper
 from cafin_cupy.spread import SpreadUpdate
 from cafin_cupy.unchanged import Unchanged, traits
-from cafin_cupy.update import gather, matching, place, reference_update, writable
+from cafin_cupy.update import gather, matching, place, writable
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
 
 _ADDRESS, _GRADIENT = Tensor.data_ptr, attrgetter("grad")
 _STEP, _AVERAGE = itemgetter("step"), itemgetter("exp_avg")
+_changed = torch.autograd.graph.increment_version  # a graph that saved old values must notice what the kernels do
 
 
 class Plan:
@@ -86,7 +89,7 @@ class Plan:
         for p in self.params:
             self._check(p, p.grad)
         self.kept = optimizer.state
-        states = [self._state(optimizer, p) for p in self.params]
+        states = self._states(optimizer, [self._average(optimizer, p) for p in self.params])
         self.in_order = len(self.kept) == len(states)  # no state of a parameter that has left its group
         self.averages: list[Tensor] = list(map(_AVERAGE, states))
         self.written = Written([*views, *(torch_view(m, "step", "momentum") for m in self.averages)])
@@ -120,27 +123,33 @@ class Plan:
         return self.names.get(id(p), "params")
 
     def _momenta(self, optimizer: AdaFisher) -> list[tuple[str, View]]:
-        """Those that will be written where they are: not those that `_state` makes or replaces."""
+        """Those that will be written where they are: not those that `_average` makes or replaces."""
         kept = ((p, optimizer.state.get(p, {}).get("exp_avg")) for p in self.params)
         named = [(p, f"momentum of {self._name(p)}", m) for p, m in kept if m is not None]
         views = [(p, name, torch_view(m, "step", name)) for p, name, m in named]
         return [(name, v) for p, name, v in views if v.strides == p.stride()]
 
-    def _state(self, optimizer: AdaFisher, p: Tensor) -> dict[str, Any]:
-        state = optimizer.state[p]
-        state.setdefault("step", 0)
-        average = state.get("exp_avg")
+    def _average(self, optimizer: AdaFisher, p: Tensor) -> Tensor:
+        """The momentum of a parameter; a new one is not yet in the state, as memory may run out for the next."""
+        average: Tensor | None = optimizer.state.get(p, {}).get("exp_avg")
         if average is None:
-            state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        elif average.device != p.device or average.shape != p.shape:
+            return torch.zeros_like(p, memory_format=torch.preserve_format)
+        if average.device != p.device or average.shape != p.shape:
             rule = f"stay of shape {tuple(average.shape)} on {average.device}, as its momentum is"
             got = f"{tuple(p.shape)} on {p.device}"
             refuse("step", self._name(p), rule, got, "make a new optimizer, or move the model before the first step")
-        elif self.launch is not None and average.dtype is not torch.float32:  # the kernel writes float32 there
+        if self.launch is not None and average.dtype is not torch.float32:  # the kernel writes float32 there
             refuse("step", f"momentum of {self._name(p)}", "stay float32", average.dtype, "convert it to float32")
-        elif average.stride() != p.stride():
-            state["exp_avg"] = torch.empty_like(p, dtype=average.dtype).copy_(average)
-        return state
+        if average.stride() != p.stride():
+            return torch.empty_like(p, dtype=average.dtype).copy_(average)
+        return average
+
+    def _states(self, optimizer: AdaFisher, averages: list[Tensor]) -> list[dict[str, Any]]:
+        states = [optimizer.state[p] for p in self.params]
+        for state, average in zip(states, averages):
+            state.setdefault("step", 0)
+            state["exp_avg"] = average
+        return states
 
     def states(self) -> list[Any]:
         """The state of each parameter."""
@@ -253,41 +262,104 @@ class Plan:
         steps = [t + (g is not None) for t, g in zip(steps, grads)]
         return *gather([(number, max(1, t)) for number, t in zip(self.group, steps)]), steps
 
-    def update(self, hypers: list[Hyper], grads: list[Tensor | None], grad_scale: float) -> None:
-        """Update the parameters that have a gradient, and count their steps."""
+    def update(
+        self,
+        optimizer: AdaFisher,
+        hypers: list[Hyper],
+        grads: list[Tensor | None],
+        grad_scale: float,
+        ahead: Callable[[], None] | None = None,
+        capturing: bool = False,
+    ) -> None:
+        """Update the parameters that have a gradient, and count the step: both or neither, whatever comes in between.
+
+        `ahead` writes the factors that the update reads, once all is ready. If the update itself then fails, they stay,
+        and `Factors.refreshed` tells the next step.
+        """
+        steps = optimizer.steps + 1
         if self.schedule is not None:
-            self.refresh(hypers, grad_scale)
-            self.schedule([g is not None for g in grads], self._stream())
-            self._launch(grads, self.schedule.hypers, self.numbers)
+            self._scheduled(optimizer, hypers, grads, grad_scale, ahead, capturing)
             return
         states = self.states()
-        kinds, which, steps = self.count(states, grads)
+        kinds, which, counts = self.count(states, grads)
+
+        def counted() -> None:
+            if self.launch is not None:
+                _changed(self.params)
+            if counts:
+                for state, t in zip(states, counts):
+                    state["step"] = t
+            elif kinds:
+                t = kinds[0][1]
+                for state in states:
+                    state["step"] = t
+            optimizer._count_steps(steps)
+
         if self.launch is not None:
-            self._launch(grads, [scalars(hypers[number], t, grad_scale) for number, t in kinds], which)
-        else:
+            self._launch(grads, [scalars(hypers[number], t, grad_scale) for number, t in kinds], which, ahead, counted)
+            return
+        with uninterrupted():  # what is computed in place, piece by piece, cannot be taken back
+            if ahead is not None:
+                ahead()
             for p, g, state, pair, kind in zip(self.params, grads, states, self.pairs, which):
                 if g is not None:
                     number, t = kinds[kind]
-                    reference_update(p.detach(), g.detach(), state["exp_avg"], pair, hypers[number], t, grad_scale)
-        if steps:
-            for state, t in zip(states, steps):
-                state["step"] = t
-        elif kinds:
-            t = kinds[0][1]
-            for state in states:
-                state["step"] = t
+                    update = p.detach(), g.detach(), state["exp_avg"], pair, hypers[number], t, grad_scale
+                    optimizer._reference(id(p), *update)
+            optimizer._reference.over()
+            counted()
+
+    def _scheduled(
+        self,
+        optimizer: AdaFisher,
+        hypers: list[Hyper],
+        grads: list[Tensor | None],
+        grad_scale: float,
+        ahead: Callable[[], None] | None,
+        capturing: bool,
+    ) -> None:
+        """`update` with counters on the device. A launch ahead of the update advances them, and back if it fails."""
+        schedule, steps, stream = self.schedule, optimizer.steps + 1, self._stream()
+        assert schedule is not None
+        present = [g is not None for g in grads]
+        self.refresh(hypers, grad_scale)
+
+        def first() -> None:
+            if ahead is not None:
+                ahead()
+            schedule(present, stream)
+
+        def counted() -> None:
+            _changed(self.params)
+            schedule.updated()
+            optimizer._count_steps(steps)
+
+        try:
+            self._launch(grads, schedule.hypers, self.numbers, first, counted)
+        except BaseException:
+            if capturing:  # then nothing has run
+                schedule.updated()
+            else:
+                schedule.take_back(stream)
+            raise
 
     def _stream(self) -> int:
         return current_stream(self.params[0], self.device)
 
-    def _launch(self, grads: list[Tensor | None], sets: Any, which: list[int]) -> None:
+    def _launch(
+        self,
+        grads: list[Tensor | None],
+        sets: Any,
+        which: list[int],
+        ahead: Callable[[], None] | None,
+        counted: Callable[[], None],
+    ) -> None:
         assert self.launch is not None
         if self.complete:
             addresses = list(map(_ADDRESS, grads))  # type: ignore[arg-type]
         else:
             addresses = [g.data_ptr() if g is not None else 0 for g in grads]
-        self.launch(self.p, addresses, self.m, sets, which, self._stream())
-        torch.autograd.graph.increment_version(self.params)  # a graph that saved old values must notice
+        self.launch(self.p, addresses, self.m, sets, which, self._stream(), ahead, counted)
 
     def refresh(self, hypers: list[Hyper], grad_scale: float = 1.0) -> None:
         """Tell the device the scalars of a capturable optimizer's groups."""

@@ -12,7 +12,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple, NoReturn
 
+from . import forks
 from .errors import CafinTypeError, refuse
+from .kernel_cache import import_cupy
 
 _DLPACK_CPU = (1, 3)  # kDLCPU, kDLCUDAHost
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
@@ -107,9 +109,7 @@ def known(array: Any, where: str, name: str) -> Any:
     if is_array_api_obj(array):
         return array
     if hasattr(array, "__cuda_array_interface__"):
-        import cupy
-
-        return cupy.asarray(array)
+        return import_cupy().asarray(array)
     if not hasattr(array, "__dlpack_device__"):
         refuse(
             where,
@@ -126,9 +126,7 @@ def known(array: Any, where: str, name: str) -> Any:
     if kind in _DLPACK_CUDA:
         if str(getattr(array, "dtype", "")) == "bfloat16":  # CuPy 13 would end with a segmentation fault
             refuse(where, name, "have a dtype of CuPy's", "bfloat16", "convert it", CafinTypeError)
-        import cupy
-
-        return cupy.from_dlpack(array)
+        return import_cupy().from_dlpack(array)
     refuse(where, name, "lie in CPU or CUDA memory", f"DLPack device type {kind}")
 
 
@@ -141,6 +139,8 @@ def view(array: Any, where: str = "view", name: str = "array") -> View:
     """
     if torch_of(array) is not None:
         return torch_view(array, where, name)
+    if forks.child and type(array).__module__.startswith("cupy"):  # which asks CUDA for an address
+        forks.refuse_child(where)
     array = known(array, where, name)
     device: int | str
     if hasattr(array, "__cuda_array_interface__"):
@@ -223,7 +223,10 @@ def _cuda_device(array: Any) -> int:
 
 
 def current_stream(array: Any, device: int, stream: Any = None) -> int:
-    """Address of the stream to work on: `stream` if given, else the current one of the framework that owns `array`."""
+    """Address of the stream to work on: `stream` if given, else the current one of the framework that owns `array`.
+    Whatever launches asks for one, so a forked process is told here."""
+    if forks.child:
+        forks.refuse_child("current_stream")
     if stream is not None:
         for attribute in ("cuda_stream", "ptr"):  # torch's and CuPy's streams
             if hasattr(stream, attribute):

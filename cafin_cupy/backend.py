@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Collection
 
+from . import forks
 from .errors import BackendError, refuse
 from .runtime import DTYPES, cuda_problem, prepare
 
@@ -13,6 +14,7 @@ VARIABLE = "CAFIN_BACKEND"
 BACKENDS = ("cuda", "reference")
 
 _warned: set[str] = set()
+_failed: dict[int, str] = {}  # device: why the kernels cannot run there, as a choice that was left to us found
 
 
 def _request(backend: str | None, where: str) -> tuple[str, str | None]:
@@ -33,10 +35,15 @@ def requested(backend: str | None, where: str) -> str | None:
 def choose(backend: str | None, device: int | str, dtypes: set[str], where: str) -> str:
     """ "cuda" or "reference" for arrays of `dtypes` on `device` ("cpu" or the number of a CUDA device).
 
+    A GPU that could not be set up is not tried again, unless "cuda" is asked for.
+
     Raises:
-        BackendError: "cuda" is asked for and cannot run. Left to choose, the reference serves, with one warning.
+        BackendError: "cuda" is asked for and cannot run. Left to choose, the reference serves, with one warning. Or no
+            backend can reach the GPU, as this process was forked after CUDA had been used.
     """
     name, asked = _request(backend, where)
+    if device != "cpu":
+        forks.refuse_child(where)
     if asked == "reference":
         return "reference"
     if device == "cpu":
@@ -44,7 +51,7 @@ def choose(backend: str | None, device: int | str, dtypes: set[str], where: str)
             got = "'cuda' for arrays on the CPU"
             refuse(where, name, "be able to reach the arrays", got, "move them to a GPU", BackendError)
         return "reference"
-    problem = _problem(int(device), dtypes)
+    problem = _problem(int(device), dtypes, again=asked == "cuda")
     if problem is None:
         return "cuda"
     if asked == "cuda":
@@ -70,13 +77,21 @@ def _warn(problem: str) -> None:
         warnings.warn(f"cafin_cupy: the reference backend runs on the GPU, slowly, because {problem}", stacklevel=4)
 
 
-def _problem(device: int, dtypes: set[str]) -> str | None:
+def _problem(device: int, dtypes: set[str], again: bool) -> str | None:
     unsupported = sorted(dtypes - set(DTYPES))
     if unsupported:
         return f"the kernels take {', '.join(DTYPES)} and these arrays are {', '.join(unsupported)}"
-    problem = cuda_problem()
-    if problem is not None:
-        return problem
+    if device in _failed and not again:
+        return _failed[device]
+    problem = cuda_problem() or _set_up(device)
+    if problem is None:
+        _failed.pop(device, None)
+    else:
+        _failed[device] = problem
+    return problem
+
+
+def _set_up(device: int) -> str | None:
     try:
         prepare(device)
     except BackendError as error:

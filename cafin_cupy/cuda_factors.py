@@ -7,136 +7,29 @@ layer's last call; when the geometry changes within a step, what waits is folded
 
 from __future__ import annotations
 
-import struct
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from array_api_compat import array_namespace
 
-from . import table
-from .arrays import View, allocate, beside, copy_like, current_stream, item_size, order, view
+from . import forks, table
+from .arrays import View, beside, copy_like, current_stream, item_size, order, view
+from .cuda_sums import ELEMENTS, Sums
 from .errors import refuse
 from .factors import Factors
-from .fold import FOLD_BLOCK, patches_job, plain_job
-from .layers import Columns, Layer
-from .matrix import COLUMN_SUMS_BLOCK, Matrix, matrix, split
+from .fold import FOLD_BLOCK
+from .layers import Layer
+from .matrix import COLUMN_SUMS_BLOCK, matrix
 from .reference import RawSums
 from .rule import Averaging
 from .runtime import Arguments, Launch, prepare
 from .streams import joined
 from .unchanged import Unchanged, version
 
-ELEMENTS = {"float32": 0, "bfloat16": 1, "float16": 2}  # what column_sums reads, by its number there
-FEW_ROWS = 64  # below, a block covers more columns
 BATCH_BYTES = 64 << 20  # of arrays that wait for one launch: enough to make little of its start and end
 AVERAGE_BLOCK = 1024  # as in average.cu
-_POINTER = struct.Struct("Q")
-
-
-class _Half:
-    """One array of a layer: H's or S's share of a launch, its workspace and its raw sums."""
-
-    def __init__(self, like: Any) -> None:
-        self.like = like
-        self.memory: Any = None  # the workspace: partial sums
-        self.sums: Any = None
-        self.ptr = 0  # of the sums
-        self.outputs = 0  # sums that the present geometry gives
-        self.units = 0  # length of the sums; groups * K for the side of a grouped convolution that meets its taps
-        self.operand = np.zeros((), table.Operand)
-        self.blocks = 0
-        self.jobs: list[tuple[Any, int]] = []  # of fold, and the blocks of each
-
-    def plan(self, columns: Columns, laid: Matrix, dtype: str, aligned: bool) -> None:
-        """Describe arrays of this geometry to the kernels, and provide the workspace."""
-        width = laid.segments * laid.run
-        wide, neighbours = laid.rows < FEW_ROWS, 16 // item_size(dtype)
-        tile = table.WIDE if wide else 32 * neighbours
-        if not aligned:
-            tile -= neighbours
-        tiles = -(-width // tile)
-        slices, height = split(laid.rows, tiles)
-        parts = 1 if laid.run == 1 else (laid.run - 1) // tile + 2
-        self.memory, ptr = allocate(self.like, 4 * slices * parts * laid.segments)
-        self.operand[...] = (
-            *(0, ptr, laid.rows, laid.stride, width, laid.run, height, 0),
-            *(tiles, slices, parts, columns.power == 2, 0, ELEMENTS[dtype], wide, tile, columns.scale),
-        )
-        self.blocks = tiles * slices
-        if columns.patches:
-            self.jobs = [patches_job(ptr, laid, slices, patches) for patches in columns.patches]
-        else:
-            self.jobs = [plain_job(ptr, laid, slices, parts, tile)]
-        self.outputs = sum(int(job["outputs"]) for job, _ in self.jobs)
-
-    def room(self, keep: bool) -> None:
-        """Raw sums for this geometry's results; with `keep`, behind those already there (a longer sequence)."""
-        outputs = self.outputs
-        if self.sums is None or outputs > self.sums.shape[0]:
-            xp = array_namespace(self.like)
-            longer = xp.zeros((outputs,), dtype=xp.float32, device=self.like.device)
-            if keep:
-                longer[: self.units] = self.sums[: self.units]
-            self.sums = longer
-            self.ptr = view(longer).ptr
-        elif keep and outputs > self.units:
-            self.sums[self.units : outputs] = 0.0
-        self.units = max(self.units, outputs) if keep else outputs
-
-    def placed(self, add: bool) -> list[tuple[Any, int]]:
-        """The fold jobs, (job, blocks), each with its results behind those of the one before."""
-        place = self.ptr
-        for job, _ in self.jobs:
-            job["sums"], job["add"] = place, add
-            place += 4 * int(job["outputs"])
-        return self.jobs
-
-
-class _Sums:
-    """Both halves of a layer, and how far its sums have come."""
-
-    def __init__(self, like: Any) -> None:
-        self.halves = (_Half(like), _Half(like))
-        self.operands = np.zeros(2, table.Operand)
-        self.content: Any = self.operands.view(np.uint8)
-        self._add, self._first = self.operands["add"], self.operands["first"]
-        self.layer: Any = None  # and
-        self.unchanged: Unchanged | None = None  # know what `operands` describes
-        self.laid: Any = None  # how they lie in memory
-        self.aligned = [False, False]  # rows start at multiples of 16 bytes
-        self.waits = False  # for a launch
-        self.spoiled = False  # an array changed before it was read: nothing counts until the step is over
-        self.unfolded = False  # partial sums wait in the workspace
-        self.adds = False  # what `operands` say of that
-        self.folded = False  # earlier partial sums of this step are in `sums`
-        self.count = 0  # what the sums will be divided by
-        self.per_call = 0  # what one call adds to it
-        self.bytes = 0  # that one call reads
-        self.version = 0  # changes with `laid`
-
-    def point(self, h: int, s: int) -> bool:
-        """Let `operands` read arrays at these addresses; False if they do not allow the accesses of 16 bytes that are
-        planned."""
-        if (h | s) % 16 and ((self.aligned[0] and h % 16) or (self.aligned[1] and s % 16)):
-            return False
-        _POINTER.pack_into(self.content, 0, h)  # x is the first field
-        _POINTER.pack_into(self.content, table.Operand.itemsize, s)
-        if self.unfolded != self.adds:
-            self._add[:] = self.adds = self.unfolded
-        return True
-
-    def forget(self) -> None:
-        """Forget all sums of this step."""
-        self.count = 0
-        self.waits = self.unfolded = self.folded = self.spoiled = False
-
-    def start_at(self, block: int) -> int:
-        """Let the first block be this one of a launch, and return the one behind the last."""
-        h, s = self.halves
-        self._first[0], self._first[1] = block, block + h.blocks
-        return block + h.blocks + s.blocks
 
 
 class CudaFactors(Factors):
@@ -153,11 +46,12 @@ class CudaFactors(Factors):
         prepare(device)
         super().__init__(layers, averaging)
         self.device = device
-        self._sums = [_Sums(H) for H in self.H_effective]
-        self._waiting: list[tuple[_Sums, Any, Any, Any]] = []  # for a launch: their arrays, and those arrays' versions
+        self._sums = [Sums(H) for H in self.H_effective]
+        self._waiting: list[tuple[Sums, Any, Any, Any]] = []  # for a launch: their arrays, and those arrays' versions
         self._may_wait = True
         self._waiting_bytes = 0
         self._waiting_on = 0  # the stream that their arrays are ready on
+        self._read_on: int | None = None  # the stream of a launch that the current one does not wait for yet
         self._column_sums = Launch("column_sums", "column_sums", device, COLUMN_SUMS_BLOCK)
         self._column_arguments = Arguments(table.ColumnSums)
         self._operands = self._column_arguments.values["operand"].view(np.uint8)
@@ -181,10 +75,23 @@ class CudaFactors(Factors):
 
     def accumulate(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
         with joined([h, s, self.H[index]], self.device, current_stream(h, self.device)):
-            self.defer(index, h, s, layer)
-            self.flush()
+            self._enter(index, h, s, layer)
+            try:
+                self.flush()
+            except BaseException:  # the call adds nothing then, as its arrays need not stay
+                sums = self._sums[index]
+                if sums.waits:
+                    sums.waits, sums.unfolded, sums.count = False, sums.adds, sums.count - sums.per_call
+                    self._keep_waiting(lambda each: each is not sums)
+                raise
 
     def defer(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
+        self._enter(index, h, s, layer)
+        full = self._waiting_bytes >= BATCH_BYTES or 2 * len(self._waiting) == table.OPERANDS
+        if full or not self._may_wait:
+            self.flush()
+
+    def _enter(self, index: int, h: Any, s: Any, layer: Layer | None) -> None:
         layer = layer or self.layers[index]
         sums = self._sums[index]
         if sums.spoiled:
@@ -205,53 +112,58 @@ class CudaFactors(Factors):
             if read[0] is first and read[1] is second:
                 sums.layer, sums.unchanged = layer, Unchanged((h, s))
             h, s = (v.owner for v in read)
-        sums.waits = sums.unfolded = True
-        sums.count += sums.per_call
-        self._waiting.append((sums, h, s, (version(h), version(s))))
-        self._waiting_on = stream
-        self._waiting_bytes += sums.bytes
-        full = self._waiting_bytes >= BATCH_BYTES or 2 * len(self._waiting) == table.OPERANDS
-        if full or not self._may_wait:
-            self.flush()
+        entry = sums, h, s, (version(h), version(s))
+        count, size = sums.count + sums.per_call, self._waiting_bytes + sums.bytes
+        # One assignment without a call, which Ctrl-C cannot divide.
+        sums.waits, sums.unfolded, sums.count, self._waiting, self._waiting_on, self._waiting_bytes = (
+            *(True, True, count),
+            *([*self._waiting, entry], stream, size),
+        )
+
+    def _keep_waiting(self, keep: Callable[[Sums], bool]) -> None:
+        waiting = [each for each in self._waiting if keep(each[0])]
+        self._waiting, self._waiting_bytes = waiting, sum(each[0].bytes for each in waiting)
 
     def flush(self) -> None:
-        if not self._waiting:
-            return
-        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        waiting = self._unspoiled(waiting)
-        if not waiting:
-            return
-        block = place = 0
-        for sums, *_ in waiting:
-            sums.waits = False
-            block = sums.start_at(block)
-            self._operands[place : place + sums.content.size] = sums.content
-            place += sums.content.size
-        self._column_arguments.values["count"] = 2 * len(waiting)
-        try:
-            self._column_sums(self._column_arguments, block, self._waiting_on)
-            order(self._waiting_on, current_stream(self.H[0], self.device), self.device)
-        except BaseException:
-            self.discard()  # what the failed launch would have added is lost
-            raise
+        """After an error nothing is lost: what the driver has not taken still waits."""
+        if self._waiting:
+            forks.refuse_child("accumulate")
+            self._drop_spoiled()
+        if self._waiting:
+            block = place = 0
+            for sums, *_ in self._waiting:
+                block = sums.start_at(block)
+                self._operands[place : place + sums.content.size] = sums.content
+                place += sums.content.size
+            self._column_arguments.values["count"] = 2 * len(self._waiting)
+            self._column_sums(self._column_arguments, block, self._waiting_on, self._read)
+        if self._read_on is not None:
+            order(self._read_on, current_stream(self.H[0], self.device), self.device)
+            self._read_on = None
 
-    def _unspoiled(self, waiting: list[tuple[_Sums, Any, Any, Any]]) -> list[tuple[_Sums, Any, Any, Any]]:
-        """Those whose arrays have not been changed while they waited. The others' sums are forgotten."""
-        spoiled = [sums for sums, h, s, seen in waiting if (version(h), version(s)) != seen]
+    def _read(self) -> None:
+        """A launch of column_sums reads all that waits."""
+        for sums, *_ in self._waiting:
+            sums.waits, self._read_on = False, self._waiting_on
+        self._waiting, self._waiting_bytes = [], 0
+
+    def _drop_spoiled(self) -> None:
+        """Forget the sums of layers whose arrays have been changed while they waited."""
+        spoiled = [sums for sums, h, s, seen in self._waiting if (version(h), version(s)) != seen]
         if not spoiled:
-            return waiting
+            return
         self._may_wait = False
         labels = [layer.label for layer, sums in zip(self.layers, self._sums) if any(sums is x for x in spoiled)]
         for sums in spoiled:
             sums.forget()
             sums.spoiled = True
+        self._keep_waiting(lambda each: not each.spoiled)
         warnings.warn(
             f"AdaFisher: inputs or output gradients were changed in place before they were read: {', '.join(labels)}. "
             "Their factors stay as they are on this step, and from now on nothing waits; a hook or a custom backward "
             "changes what it is given",
             stacklevel=3,
         )
-        return [each for each in waiting if not any(each[0] is sums for sums in spoiled)]
 
     def _counted(self, layer: Layer, h: Any, s: Any) -> tuple[Any, Any]:
         """Arrays of numbers, which the kernels can read, for indices."""
@@ -267,7 +179,7 @@ class CudaFactors(Factors):
             refuse("accumulate", f"{name} of {layer.label}", rule, got, "convert it, or use backend='reference'")
         return v
 
-    def _plan(self, layer: Layer, sums: _Sums, h: View, s: View, stream: int) -> list[View]:
+    def _plan(self, layer: Layer, sums: Sums, h: View, s: View, stream: int) -> list[View]:
         """Describe two arrays to the kernel, and return what it will read: one that it cannot read is copied."""
         sums.unchanged = None
         plans = layer.columns(h.shape, s.shape)
@@ -317,9 +229,13 @@ class CudaFactors(Factors):
     def _fold_all(self, stream: int) -> None:
         """Fold all partial sums, in one launch."""
         self.flush()
+        self._fold_now(self._describe_fold(stream), stream)
+
+    def _describe_fold(self, stream: int) -> list[Sums]:
+        """Tell the device what there is to fold, and return it."""
         unfolded = [sums for sums in self._sums if sums.unfolded]
         if not unfolded:
-            return
+            return []
         for sums in unfolded:
             for half in sums.halves:
                 half.room(sums.folded)
@@ -335,9 +251,15 @@ class CudaFactors(Factors):
             self._fold_shares.upload(stream)
             self._fold_arguments.values[...] = (self._fold_table.ptr, self._fold_shares.ptr)
             self._fold_key = key
-        self._fold(self._fold_arguments, len(self._fold_shares.rows), stream)
-        for sums in unfolded:
-            sums.unfolded, sums.folded = False, True
+        return unfolded
+
+    def _fold_now(self, unfolded: list[Sums], stream: int) -> None:
+        def folded() -> None:
+            for sums in unfolded:
+                sums.unfolded, sums.folded = False, True
+
+        if unfolded:
+            self._fold(self._fold_arguments, len(self._fold_shares.rows), stream, folded)
 
     def sums(self) -> list[tuple[int, RawSums]]:
         if not self.layers:
@@ -354,14 +276,14 @@ class CudaFactors(Factors):
         S = xp.concat([xp.sum(xp.reshape(S[:weight], (S_groups, -1)), axis=0), S[weight:]])
         return RawSums(H, S, self._sums[index].count)
 
-    def update(self, grad_scale: float = 1.0) -> None:
+    def ready(self, grad_scale: float = 1.0) -> Callable[[], None] | None:
         self.flush()  # which may drop a layer
         seen = [index for index, sums in enumerate(self._sums) if sums.count]
         if not seen:
             self.discard()
-            return
+            return None
         stream = current_stream(self.H[0], self.device)
-        self._fold_all(stream)
+        unfolded = self._describe_fold(stream)
         key = [
             (i, s.count, s.halves[0].ptr, s.halves[0].units, grad_scale) for i, s in enumerate(self._sums) if s.count
         ]
@@ -375,7 +297,15 @@ class CudaFactors(Factors):
         rule = self.averaging
         after = rule.normalize == "after"
         self._average_arguments.values[...] = (self._average_table.ptr, rule.keep, rule.add, after, 0)
-        self._average(self._average_arguments, len(seen), stream)
+
+        def refresh() -> None:
+            self._fold_now(unfolded, stream)
+            self._average(self._average_arguments, len(seen), stream, self._averaged)
+
+        return refresh
+
+    def _averaged(self) -> None:
+        self.refreshed = True
         self.discard()
 
     def _average_job(self, index: int, grad_scale: float) -> Any:

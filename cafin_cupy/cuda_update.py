@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,13 +109,19 @@ class CudaUpdate:
         scalars: Sequence[tuple[float, ...]] | int,
         which: list[int],
         stream: int,
+        ahead: Callable[[], None] | None = None,
+        then: Callable[[], object] | None = None,
     ) -> None:
         """Update all parameters on `stream`.
+
+        What may fail comes first, the launches last: after an error all is as before but for what `ahead` launched.
 
         Args:
             p, g, m: addresses; a gradient of 0 leaves its parameter alone.
             scalars: the sets of scalars in use (see `scalars`), or the address of sets on the device, and
             which: the index of each parameter's set.
+            ahead: launches what the update reads.
+            then: keeps the books of the update, see `Launch`.
         """
         if not self._uploaded:
             self._shares.upload(stream)
@@ -136,19 +143,22 @@ class CudaUpdate:
             elif not self._captured:  # else a replay may bring its own addresses at any time
                 self._last_g = g
         if isinstance(scalars, int):
-            self._arguments.values["hypers"], self._fits = scalars, None
-            self._launch(self._arguments, self._blocks, stream)
-            return
-        fits = len(scalars) <= self._room
-        into: Any = self._words if fits else self._hypers.rows.view("u8")
-        for number, values in enumerate(scalars):
-            table.HYPER.pack_into(into, number * table.HYPER.size, *values)
-        if not fits:
-            self._hypers.upload(stream)
-        if fits is not self._fits:
-            self._fits = fits
-            self._arguments.values["hypers"] = 0 if fits else self._hypers.ptr
-        self._launch(self._arguments, self._blocks, stream)
+            self._fits = None
+            self._arguments.values["hypers"] = scalars
+        else:
+            fits = len(scalars) <= self._room
+            into: Any = self._words if fits else self._hypers.rows.view("u8")
+            for number, values in enumerate(scalars):
+                table.HYPER.pack_into(into, number * table.HYPER.size, *values)
+            if not fits:
+                self._hypers.upload(stream)
+            if fits is not self._fits:
+                self._fits = None  # known again once the arguments say it
+                self._arguments.values["hypers"] = 0 if fits else self._hypers.ptr
+                self._fits = fits
+        if ahead is not None:
+            ahead()
+        self._launch(self._arguments, self._blocks, stream, then)
 
 
 class CudaSchedule:
@@ -164,6 +174,7 @@ class CudaSchedule:
         self._rates = table.DeviceTable(table.Rate, max(groups, default=0) + 1, like, device)
         self._memory, self.hypers = allocate(like, max(1, self.count * table.Hyper.itemsize))
         self._uploaded: list[tuple[float, ...]] | None = None
+        self._counted: dict[int, Any] = {}  # what was counted ahead of an update that is not launched yet
         values = self._arguments.values
         values["rates"], values["groups"], values["steps"] = self._rates.ptr, self._groups.ptr, steps
         values["hypers"], values["count"] = self.hypers, self.count
@@ -182,14 +193,28 @@ class CudaSchedule:
 
     def __call__(self, present: Sequence[bool], stream: int) -> None:
         """Count a step of each parameter that is `present`, and set its scalars, on `stream`."""
+        if self._counted:  # for an update that never came
+            self.take_back(stream)
         flags = np.zeros(-(-self.count // 64) * 64, np.uint8)
         flags[: self.count] = present
         words = np.packbits(flags, bitorder="little").view("u8")
-        values = self._arguments.values
         for first in range(0, len(words), table.FLAGS):
             part = words[first : first + table.FLAGS]
-            values["present"][: len(part)], values["first"] = part, 64 * first
-            self._launch(self._arguments, -(-64 * len(part) // BLOCK), stream)
+            self._count(first, part, 1, stream, partial(self._counted.__setitem__, first, part))
+
+    def _count(self, first: int, part: Any, by: int, stream: int, then: Callable[[], object]) -> None:
+        values = self._arguments.values
+        values["present"][: len(part)], values["first"], values["by"] = part, 64 * first, by
+        self._launch(self._arguments, -(-64 * len(part) // BLOCK), stream, then)
+
+    def updated(self) -> None:
+        """The update that was counted has been launched."""
+        self._counted.clear()
+
+    def take_back(self, stream: int) -> None:
+        """Count back: the update that was counted could not be launched."""
+        for first, part in list(self._counted.items()):
+            self._count(first, part, -1, stream, partial(self._counted.pop, first, None))
 
 
 def rate(hyper: Hyper, grad_scale: float = 1.0, lr_at: int = 0) -> tuple[float, ...]:

@@ -10,13 +10,11 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import __version__, environment
+from . import __version__, environment, kernel_cache
 from .errors import BackendError, CafinError
 
 ARCH = "sm_80"  # what kernels are compiled for where there is no GPU to ask
@@ -70,12 +68,16 @@ def check_gpu() -> Check:
     serves = f"driver for CUDA {version[0]}.{version[1]}"
     if not environment.installed("cupy"):
         return Check("info", "gpu", f"{serves}; CuPy is needed to ask for more")
-    import cupy
-
+    try:
+        cupy = kernel_cache.import_cupy()
+    except ImportError:
+        return Check("info", "gpu", f"{serves}; CuPy is needed to ask for more, see below")
     try:
         count = cupy.cuda.runtime.getDeviceCount()
         cards = [cupy.cuda.runtime.getDeviceProperties(number) for number in range(count)]
     except cupy.cuda.runtime.CUDARuntimeError as error:
+        if (mend := environment.driver_mend(str(error))) is not None:
+            return Check("warn", "gpu", f"the driver is older than CuPy's CUDA ({error})", mend)
         return Check(
             "warn", "gpu", f"no NVIDIA GPU found ({error}); {serves}", "nvidia-smi tells whether the driver runs"
         )
@@ -95,7 +97,7 @@ def check_cupy() -> Check:
     if environment.driver() and wheels and wheels[0] != f"cupy-{extra}x":
         return Check("warn", "cupy", f"{found}, {wheels[0]} does not suit the driver", f"uninstall it, then {install}")
     try:
-        import cupy
+        cupy = kernel_cache.import_cupy()
     except ImportError as error:
         return Check("warn", "cupy", f"cannot be imported: {_first_line(error)}", install)
     return Check("ok", "cupy", f"{cupy.__version__} ({', '.join(wheels) or 'own build'})")
@@ -105,9 +107,7 @@ def check_nvrtc() -> Check:
     if not environment.installed("cupy"):
         return Check("info", "nvrtc", "not checked, needs CuPy")
     try:
-        from cupy.cuda import nvrtc
-
-        major, minor = nvrtc.getVersion()
+        major, minor = kernel_cache.import_cupy().cuda.nvrtc.getVersion()
     except Exception as error:  # CuPy's own kinds: the library is missing, or cannot be loaded
         wheels = environment.CUDA["cuda12" if environment.version("cupy-cuda12x") else "cuda13"]
         return Check("warn", "nvrtc", f"cannot be loaded: {_first_line(error)}", f"pip install {wheels}")
@@ -116,20 +116,18 @@ def check_nvrtc() -> Check:
 
 def check_headers() -> Check:
     found = environment.version("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
-    return Check("info", "headers", f"wheel {found}" if found else "no wheel found; the kernels here include none")
+    if found:
+        return Check("info", "headers", f"wheel {found}")
+    wheel = "nvidia-cuda-runtime" + ("-cu12" if environment.version("cupy-cuda12x") else "")
+    return Check("info", "headers", f"no wheel found; the kernels here need none, CuPy's arrays need {wheel}")
 
 
 def check_cache() -> Check:
-    if os.environ.get("CUPY_CACHE_IN_MEMORY", "0") not in ("", "0"):
-        return Check("warn", "cache", "in memory: every run compiles anew", "unset CUPY_CACHE_IN_MEMORY")
-    folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    try:
-        with tempfile.TemporaryFile(dir=there):
-            return Check("ok", "cache", f"{folder} can be written")
-    except OSError as error:
-        mend = "make it writable, or set CUPY_CACHE_DIR to a folder that is"
-        return Check("warn", "cache", f"{folder} cannot be written: {error.strerror}", mend)
+    if (problem := kernel_cache.problem()) is not None:
+        return Check("warn", "cache", f"every process compiles anew, as {problem}", kernel_cache.MEND)
+    if kernel_cache.in_memory():
+        return Check("warn", "cache", "in memory: every process compiles anew", "unset CUPY_CACHE_IN_MEMORY")
+    return Check("ok", "cache", f"{kernel_cache.folder()} can be written")
 
 
 def check_kernels() -> list[Check]:

@@ -55,3 +55,21 @@ def cuda_extra() -> str:
     """The extra whose CuPy suits the driver; "cuda13" where there is none to ask."""
     found = driver()
     return "cuda12" if found is not None and found[0] < 13 else "cuda13"
+
+
+# What CUDA says of code or a library that is made for a later driver; the last, what the loader says.
+_TOO_OLD = (
+    *("InsufficientDriver", "SystemDriverMismatch", "CompatNotSupportedOnDevice", "UNSUPPORTED_PTX_VERSION"),
+    *("NO_BINARY_FOR_GPU", "INVALID_IMAGE", "INVALID_PTX", "no kernel image", "cuLaunchKernelEx"),
+)
+
+
+def driver_mend(text: str) -> str | None:
+    """The mend for an error of CUDA's where the driver is too old; None where it is not, or there is none."""
+    found = driver()
+    if found is None or not any(sign in text for sign in _TOO_OLD):
+        return None
+    return (
+        f"the driver serves CUDA {found[0]}.{found[1]}: install the extra cafin-cupy[{cuda_extra()}] with an "
+        "nvidia-cuda-nvrtc of no later version, or a newer driver"
+    )

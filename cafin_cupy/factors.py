@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from array_api_compat import array_namespace, device
@@ -30,9 +30,12 @@ class Factors:
         skipped: of each layer, how often a NaN in its raw moments has kept its factors as they were: int64, (1,),
             counted in place, on the layer's device.
         kernels: True where the CUDA kernels compute.
+        refreshed: True if the factors of the coming step are refreshed already, as its update failed behind them. The
+            owner sets it back when the step is counted.
     """
 
     kernels = False
+    refreshed = False
 
     def __init__(self, layers: Sequence[Layer], averaging: Averaging) -> None:
         self.layers = list(layers)
@@ -72,11 +75,20 @@ class Factors:
 
     def load(self, index: int, H: Any, S: Any) -> None:
         """Overwrite the factors of one layer in place, with arrays of the same framework and device."""
-        for mine, given in ((self.H[index], H), (self.S[index], S)):
-            mine[...] = array_namespace(mine).astype(given, mine.dtype)
-        if self.averaging.normalize == "after":
-            self.H_effective[index][...] = self._effective(self.layers[index], self.H[index])
-            self.S_effective[index][...] = self._effective(self.layers[index], self.S[index])
+        for mine, given in self._fitting(index, H, S):
+            mine[...] = given
+
+    def _fitting(self, index: int, H: Any, S: Any) -> list[tuple[Any, Any]]:
+        """(array of ours, what it must hold) for new factors of a layer."""
+        fitting = []
+        for mine, entering, given in (
+            (self.H[index], self.H_effective[index], H),
+            (self.S[index], self.S_effective[index], S),
+        ):
+            fitting.append((mine, array_namespace(mine).astype(given, mine.dtype)))
+            if entering is not mine:
+                fitting.append((entering, self._effective(self.layers[index], fitting[-1][1])))
+        return fitting
 
     def restart(self, index: int) -> None:
         """Let the factors of one layer begin anew, at ones. Its F is 1 until they are refreshed, also where the rule
@@ -137,6 +149,16 @@ class Factors:
     def update(self, grad_scale: float = 1.0) -> None:
         """Refresh the factors of every layer that has sums, and forget the sums. A layer whose raw moments hold a NaN
         keeps its factors, and is counted in `skipped`. `grad_scale`: factor on the loss."""
+        refresh = self.ready(grad_scale)
+        if refresh is not None:
+            refresh()
+
+    def ready(self, grad_scale: float = 1.0) -> Callable[[], None] | None:
+        """The first part of `update`: all that may fail, before any factor changes.
+
+        Returns:
+            The second part; None if no layer has sums. It sets `refreshed`, and forgets the sums.
+        """
         raise NotImplementedError
 
     def discard(self) -> None:
@@ -169,13 +191,21 @@ class ReferenceFactors(Factors):
     def sums(self) -> list[tuple[int, reference.RawSums]]:
         return [(index, sums) for index, sums in enumerate(self._sums) if sums is not None]
 
-    def update(self, grad_scale: float = 1.0) -> None:
+    def ready(self, grad_scale: float = 1.0) -> Callable[[], None] | None:
+        fresh: list[tuple[Any, Any]] = []
         for index, sums in self.sums():
-            layer = self.layers[index]
-            H, S = reference.raw_moments(layer, sums, grad_scale)
-            self.skipped[index] += reference.broken(H, S) & ~reference.saw_nothing(layer, sums)
-            self.load(index, *reference.refresh(self.H[index], self.S[index], H, S, self.averaging))
-        self.discard()
+            H, S = reference.raw_moments(self.layers[index], sums, grad_scale)
+            skips = reference.broken(H, S) & ~reference.saw_nothing(self.layers[index], sums)
+            fresh.append((self.skipped[index], self.skipped[index] + skips))
+            fresh += self._fitting(index, *reference.refresh(self.H[index], self.S[index], H, S, self.averaging))
+
+        def refresh() -> None:
+            for mine, given in fresh:
+                mine[...] = given
+            self.refreshed = True
+            self.discard()
+
+        return refresh if fresh else None
 
     def discard(self) -> None:
         self._sums = [None] * len(self.layers)

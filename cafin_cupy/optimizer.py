@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from array_api_compat import array_namespace
@@ -11,6 +12,7 @@ from .arrays import View, beside, current_stream, known, leaves, place, view
 from .backend import choose
 from .errors import CafinError, CafinTypeError, refuse
 from .factors import Factors, ReferenceFactors
+from .interrupts import uninterrupted
 from .layers import Layer
 from .memory import moved, refuse_overlap
 from .nonfinite import raw_moments, refuse_nonfinite
@@ -20,13 +22,13 @@ from .streams import joined
 from .update import (
     FLOATS,
     CudaUpdate,
+    ReferenceUpdate,
     check_momenta,
     gather,
     layout,
     like_params,
     matching,
     named_views,
-    reference_update,
     scalars,
     writable,
 )
@@ -143,6 +145,7 @@ class AdaFisher:
         belongs = owners(self._layers)
         self._pairs = [self._pair(belongs.get(id(array))) for _, array in self._named]
         self._launch = self._launcher(where) if self.backend == "cuda" else None
+        self._reference = ReferenceUpdate()
         self.steps = 0
 
     def _checked_layers(self, layers: Sequence[Layer]) -> list[Layer]:
@@ -200,7 +203,7 @@ class AdaFisher:
     @property
     def samples(self) -> bool:
         """True if the next step refreshes the factors, and so wants `accumulate` for every layer before it."""
-        return self.steps % self.TCov == 0
+        return self.steps % self.TCov == 0 and not self._factors.refreshed
 
     def accumulate(self, layer: Layer, h: Any, s: Any) -> None:
         """Add one forward/backward pair of a layer to the sums of the coming sampled step.
@@ -213,7 +216,8 @@ class AdaFisher:
             h: the layer's input; `s`: gradient of the loss with respect to its output; shapes: see the descriptor.
 
         Raises:
-            CafinError: `layer` is not the optimizer's, or an array does not fit it.
+            CafinError: `layer` is not the optimizer's, or an array does not fit it. After any error the call has added
+                nothing.
         """
         index = self._places.get(id(layer))
         if index is None:
@@ -237,7 +241,10 @@ class AdaFisher:
             grad_scale: factor that the loss was multiplied by; divided out of gradients and factors.
 
         Raises:
-            CafinError: an argument is refused; nothing has been changed then.
+            CafinError: an argument is refused; nothing has been changed then. Nor has it where memory runs out, or the
+                driver refuses a launch, or Ctrl-C comes: then the step may be tried again. Two things stay, and are not
+                done twice: factors that were refreshed when the update failed, and on the reference backend the
+                parameters that were updated before memory ran out.
             NonFiniteError: see `error_if_nonfinite`; nothing has been changed then, and what `accumulate` has added is
                 still there.
         """
@@ -248,23 +255,32 @@ class AdaFisher:
         g = like_params(where, self._p, self._params, grads, "grads")
         refuse_overlap(where, self._written, named_views("grads", g))
         t = self.steps + 1
+        # All that may fail comes first. Then the factors are written, which the update reads, and at once the update.
         if self._launch is None:
             near = [beside(v.owner, p, where, "grads") for v, p in zip(g, self._arrays)]
             self._check_finite(where, g, scale)
-            self._refresh(scale)
-            for p, grad, m, pair in zip(self._arrays, near, self.momenta, self._pairs):
-                reference_update(p, grad, m, pair, hyper, t, scale)
+            refresh = self._ready(scale)
+            with uninterrupted():
+                if refresh is not None:
+                    refresh()
+                for key, (p, grad, m, pair) in enumerate(zip(self._arrays, near, self.momenta, self._pairs)):
+                    self._reference(key, p, grad, m, pair, hyper, t, scale)
+                self._count(t)
         else:
             device = int(self._p[0].device)
             stream = current_stream(self._p[0].owner, device)
             with joined([v.owner for v in (*self._p, *g)], device, stream):
                 held = [matching(a, b) for a, b in zip(g, self._p)]
                 self._check_finite(where, g, scale)
-                self._refresh(scale)
+                refresh = self._ready(scale)
                 sets, which = gather([scalars(hyper, t, scale)] * len(held))
                 at = [[v.ptr for v in views] for views in (self._p, held, self._m)]
-                self._launch(at[0], at[1], at[2], sets, which, stream)
-        self.steps = t
+                self._launch(at[0], at[1], at[2], sets, which, stream, refresh, partial(self._count, t))
+
+    def _count(self, steps: int) -> None:
+        self.steps = steps
+        self._factors.refreshed = False
+        self._reference.over()
 
     def _check_finite(self, where: str, grads: Sequence[View], grad_scale: float) -> None:
         if self.error_if_nonfinite:
@@ -272,9 +288,9 @@ class AdaFisher:
             found += raw_moments(self._factors, grad_scale) if self.samples else []
             refuse_nonfinite(where, found, "call discard() and leave the batch out")
 
-    def _refresh(self, grad_scale: float) -> None:
-        if self.samples:
-            self._factors.update(grad_scale)
+    def _ready(self, grad_scale: float) -> Callable[[], None] | None:
+        """See `Factors.ready`."""
+        return self._factors.ready(grad_scale) if self.samples else None
 
     def _check_places(self, where: str) -> None:
         """Refuse parameters and momenta that are no longer where the optimizer has found them."""
@@ -351,7 +367,7 @@ class AdaFisher:
             self._factors.load(index, *pair)
         self._factors.count_from(None)
         self._factors.discard()
-        self.steps = steps
+        self._count(steps)
 
     def _fitting(self, where: str, key: str, given: Any, targets: list[Any]) -> list[Any]:
         """`given` as arrays of the kind of `targets`, or a `CafinError`."""

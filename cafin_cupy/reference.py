@@ -1,7 +1,8 @@
 """The whole rule in plain array code: the oracle of every kernel, and the optimizer where there is no GPU.
 
 Pure functions on whatever arrays they are given (NumPy, PyTorch, CuPy, JAX: anything that `array-api-compat` knows),
-without conversion and on the arrays' own device. Nothing is changed in place, except by `update_in_place`.
+without conversion and on the arrays' own device. Nothing is changed in place, except by `update_in_place` and
+`updates_in_place`.
 
 One sampled step of one layer:
 
@@ -16,6 +17,7 @@ Source of the formulas: AdaFisher (Gomes et al., arXiv 2405.16397), as its publi
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -183,28 +185,45 @@ def update(
         decoupled: False for AdaFisher, True for AdaFisherW.
         step: 1-based count of this parameter's updates.
     """
-    xp = array_namespace(p)
     hyper = Hyper.checked("update", lr, beta, Lambda, weight_decay, decoupled)
     step = whole("update", "step", step, 1)
     _check_shapes(p, g, m, H, S)
-    new_p, new_m = _advance(xp.astype(p, p.dtype, copy=True), g, xp.astype(m, m.dtype, copy=True), H, S, hyper, step)
-    return xp.astype(new_p, p.dtype, copy=False), new_m
+    if _fused(p, g, m):
+        new_p, new_m = p.clone(), m.clone()
+        _advance_fused(new_p, g, new_m, H, S, hyper, step)
+        return new_p, new_m
+    return _advanced(p, g, m, H, S, hyper, step)
 
 
 def update_in_place(p: Any, g: Any, m: Any, H: Any, S: Any, hyper: Hyper, step: int, grad_scale: float = 1.0) -> None:
     """`update` written into `p` and `m` themselves, bit for bit; `g` is divided by `grad_scale` first.
 
-    A large parameter on a CPU is updated piece by piece: what is computed on the way stays in the cache, instead of
-    going out to memory and back with every operation.
-
     Raises:
         CafinError: the shapes do not fit; nothing has been changed then.
     """
+    for _ in updates_in_place(p, g, m, H, S, hyper, step, grad_scale):
+        pass
+
+
+def updates_in_place(
+    p: Any, g: Any, m: Any, H: Any, S: Any, hyper: Hyper, step: int, grad_scale: float = 1.0, done: int = 0
+) -> Iterator[None]:
+    """`update_in_place`, piece by piece but for the first `done` pieces: stops after each.
+
+    A large parameter on a CPU is updated in pieces: what is computed on the way stays in the cache, instead of going
+    out to memory and back with every operation. All memory that a piece needs is taken before it is changed.
+    """
     _check_shapes(p, g, m, H, S)
     by_rows = S is None or tuple(S.shape) == tuple(p.shape[:1])
-    for piece in _pieces(p) if by_rows else [...]:
+    for piece in (_pieces(p) if by_rows else [...])[done:]:
         slope = g[piece] if grad_scale == 1.0 else g[piece] / grad_scale
-        _advance(p[piece], slope, m[piece], H, None if S is None else S[piece], hyper, step)
+        part, momentum = p[piece], m[piece]
+        factors = H, None if S is None else S[piece]
+        if _fused(part, slope, momentum):
+            _advance_fused(part, slope, momentum, *factors, hyper, step)
+        else:
+            part[...], momentum[...] = _advanced(part, slope, momentum, *factors, hyper, step)
+        yield
 
 
 def _check_shapes(p: Any, g: Any, m: Any, H: Any, S: Any) -> None:
@@ -216,43 +235,40 @@ def _check_shapes(p: Any, g: Any, m: Any, H: Any, S: Any) -> None:
         refuse("update", "H, S", f"both be None, or have len(S) * len(H) == {math.prod(shape)}", got)
 
 
-def _advance(p: Any, g: Any, m: Any, H: Any, S: Any, hyper: Hyper, step: int) -> tuple[Any, Any]:
-    """The formulas of `update`, into `p` and `m`; JAX, whose arrays never change, makes new ones of them."""
-    if is_torch_array(p) and p.dtype == g.dtype == m.dtype and p.element_size() >= 4 and p.device.type == "cpu":
-        return _advance_torch(p, g, m, H, S, hyper, step)
+def _advanced(p: Any, g: Any, m: Any, H: Any, S: Any, hyper: Hyper, step: int) -> tuple[Any, Any]:
+    """The formulas of `update`."""
     xp = array_namespace(p)
     if hyper.l2:
         g = g + hyper.l2 * p
     g = (1.0 - hyper.beta) * xp.astype(g, m.dtype, copy=False)
-    if hyper.beta:
-        m *= hyper.beta
-        m += g
-    elif is_jax_array(m):
-        m = g
-    else:
-        m[...] = g
+    m = hyper.beta * m + g if hyper.beta else g
     direction = (hyper.lr / (1.0 - hyper.beta**step)) * m
     if H is not None:
         direction = direction / xp.reshape(preconditioner(H, S, hyper.Lambda), tuple(p.shape))
     if hyper.decay:
         direction = direction + hyper.decay * p
-    p -= direction
-    return p, m
+    return xp.asarray(xp.astype(p - direction, p.dtype, copy=False)), xp.asarray(m)  # not NumPy's scalars
 
 
-def _advance_torch(p: Any, g: Any, m: Any, H: Any, S: Any, hyper: Hyper, step: int) -> tuple[Any, Any]:
-    """`_advance` by operations that PyTorch has fused: five passes over the cache instead of eight."""
+def _fused(p: Any, g: Any, m: Any) -> bool:
+    """True where PyTorch has fused operations: five passes over the cache instead of eight."""
+    return is_torch_array(p) and p.dtype == g.dtype == m.dtype and p.element_size() >= 4 and p.device.type == "cpu"
+
+
+def _advance_fused(p: Any, g: Any, m: Any, H: Any, S: Any, hyper: Hyper, step: int) -> None:
+    """`_advanced`, written into `p` and `m`."""
     if hyper.l2:
         g = g.add(p, alpha=hyper.l2)
+    F = None if H is None else S.outer(H).add_(hyper.Lambda).view(p.shape)
+    # From here on nothing takes memory.
     (m.mul_(hyper.beta) if hyper.beta else m.zero_()).add_(g, alpha=1.0 - hyper.beta)
     if hyper.decay:
         p.sub_(p, alpha=hyper.decay)
     step_size = hyper.lr / (1.0 - hyper.beta**step)
-    if H is None:
+    if F is None:
         p.sub_(m, alpha=step_size)
     else:
-        p.addcdiv_(m, S.outer(H).add_(hyper.Lambda).view(p.shape), value=-step_size)
-    return p, m
+        p.addcdiv_(m, F, value=-step_size)
 
 
 def _pieces(x: Any) -> list[Any]:

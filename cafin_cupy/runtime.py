@@ -1,17 +1,20 @@
 """Compiling and launching: CUDA C sources to functions of the device in use.
 
-Sources are compiled by NVRTC through `cupy.RawModule` on first use, for the device at hand; CuPy caches the result on
-disk. Local includes are pasted in, because CuPy's cache does not see the content of included files; `#line` keeps the
-compiler's messages pointing at the repository's files. No CUDA header is included, so none must be installed.
+Sources are compiled by CuPy's NVRTC on first use, for the device at hand, and kept on disk (kernel_cache.py). Not by
+`cupy.RawModule`: it wants CUDA's headers to be installed, and ends with an error where its cache cannot be written. No
+header is included here, so none must be installed. Local includes are pasted in, so that the source is all that the
+cache must know; `#line` keeps the compiler's messages pointing at the repository's files.
 
-CuPy compiles with `-ftz=true`: float32 denormals count as 0 on the GPU.
+As CuPy does, `-ftz=true` is set: float32 denormals count as 0 on the GPU.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import re
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import resources
@@ -20,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from . import table
+from . import environment, forks, kernel_cache, table
 from .errors import BackendError
 
 KERNELS: dict[str, tuple[str, ...]] = {
@@ -76,8 +79,7 @@ def compile_cubin(stem: str, arch: str, dtype: str = "float32") -> bytes:
     try:
         program = nvrtc.createProgram(source(stem), f"{stem}.cu", (), ())
     except Exception as error:  # the library is not found, or does not load
-        mend = "install nvidia-cuda-nvrtc-cu12 or nvidia-cuda-nvrtc"
-        raise BackendError(f"compile_cubin: NVRTC must load, got {type(error).__name__}: {error}; {mend}") from error
+        raise BackendError(f"compile_cubin: {_nvrtc_problem(error)}") from error
     try:
         nvrtc.compileProgram(program, cubin_options(arch, dtype))
         return bytes(nvrtc.getCUBIN(program))
@@ -85,6 +87,23 @@ def compile_cubin(stem: str, arch: str, dtype: str = "float32") -> bytes:
         raise BackendError(f"compile_cubin: {stem}.cu for {arch}: {error}\n{nvrtc.getProgramLog(program)}") from error
     finally:
         nvrtc.destroyProgram(program)
+
+
+def cubin(stem: str, arch: str, dtype: str = "float32") -> bytes:
+    """As `compile_cubin`, but what a process has compiled before is read from the disk."""
+    from cupy.cuda import nvrtc
+
+    try:
+        version = nvrtc.getVersion()
+    except Exception as error:  # as in `compile_cubin`
+        raise BackendError(f"cubin: {_nvrtc_problem(error)}") from error
+    content = repr((version, cubin_options(arch, dtype), source(stem)))
+    key = f"cafin_cupy-{stem}-{hashlib.sha256(content.encode()).hexdigest()[:40]}.cubin"
+    code = kernel_cache.load(key)
+    if code is None:
+        code = compile_cubin(stem, arch, dtype)
+        kernel_cache.save(key, code)
+    return code
 
 
 _modules: dict[tuple[str, int, str], Any] = {}
@@ -99,38 +118,49 @@ def function(stem: str, name: str, device: int, dtype: str = "float32") -> Any:
     """
     key = (stem, name, device, dtype)
     if key not in _functions:
-        import cupy
+        from cupy.cuda import Device, Module
 
         try:
-            with cupy.cuda.Device(device):
+            _driver()
+            with Device(device) as here:
                 if (stem, device, dtype) not in _modules:
-                    _modules[stem, device, dtype] = cupy.RawModule(code=source(stem), options=options(dtype))
-                _functions[key] = _modules[stem, device, dtype].get_function(name).kernel
-        except Exception as error:  # NVRTC, the driver, the cache folder: all of them end here, named
+                    module = Module()
+                    module.load(cubin(stem, f"sm_{here.compute_capability}", dtype))
+                    _modules[stem, device, dtype] = module
+                _functions[key] = _modules[stem, device, dtype].get_function(name)
+        except Exception as error:  # of NVRTC and the driver: all of them end here, named
+            mend = environment.driver_mend(str(error)) or "`python -m cafin_cupy doctor` tells what is missing"
+            got = f"{type(error).__name__}: {error}"
             raise BackendError(
-                f"function: kernel `{name}` must compile for cuda:{device}, got {type(error).__name__}: {error}; "
-                "`python -m cafin_cupy doctor` tells what is missing"
+                f"function: kernel `{name}` must compile for cuda:{device}, got {got}; {mend}"
             ) from error
     return _functions[key]
 
 
 def prepare(device: int, dtype: str = "float32") -> None:
     """Compile every kernel for a device, so that a failure shows before anything has changed. The compiler runs without
-    Python's lock, so the sources are compiled side by side."""
+    Python's lock, so the sources are compiled side by side.
+
+    Raises:
+        BackendError: one does not compile or load there, or this process must not use CUDA.
+    """
+    forks.refuse_child("prepare")
     wanted = [(stem, name) for stem, names in KERNELS.items() for name in names]
     if all((stem, name, device, dtype) in _functions for stem, name in wanted):
         return
+    forks.watch()
     with ThreadPoolExecutor(len(KERNELS)) as threads:
         for done in [threads.submit(function, stem, names[0], device, dtype) for stem, names in KERNELS.items()]:
             done.result()
     for stem, name in wanted:
         function(stem, name, device, dtype)
+    kernel_cache.warn()
 
 
 @cache
 def _cuda_works() -> bool:
-    import cupy
-
+    forks.watch()
+    cupy = kernel_cache.import_cupy()
     cupy.cuda.runtime.getDeviceCount()
     cupy.cuda.nvrtc.getVersion()
     return True
@@ -143,11 +173,19 @@ def cuda_problem() -> str | None:
     except ImportError as error:
         return f"CuPy cannot be imported ({error}); install the extra cafin-cupy[cuda12] or cafin-cupy[cuda13]"
     except Exception as error:  # CuPy raises its own kinds for a missing driver, device or NVRTC
-        text = str(error).strip().splitlines() or [""]
+        text = (str(error).strip().splitlines() or [""])[0]
         if "nvrtc" in str(error).lower():
-            return f"NVRTC cannot be loaded ({text[0]}); install nvidia-cuda-nvrtc-cu12 or nvidia-cuda-nvrtc"
-        return f"no usable NVIDIA GPU ({text[0]}); check the driver with nvidia-smi"
+            return _nvrtc_problem(error)
+        mend = environment.driver_mend(text)
+        if mend is not None:
+            return f"the driver is older than CuPy's CUDA ({text}); {mend}"
+        return f"no usable NVIDIA GPU ({text}); check the driver with nvidia-smi"
     return None
+
+
+def _nvrtc_problem(error: Exception) -> str:
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return f"NVRTC cannot be loaded ({text}); install nvidia-cuda-nvrtc-cu12 or nvidia-cuda-nvrtc"
 
 
 class Arguments:
@@ -184,7 +222,7 @@ _PROGRAMMATIC_STREAM_SERIALIZATION = _Attribute(6, 0, 1)
 def _driver() -> Any:
     """The CUDA driver's library. CuPy has no call that passes launch attributes."""
     library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    library.cuLaunchKernelEx  # noqa: B018  # an old driver lacks it
     library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
     return library
 
@@ -213,28 +251,53 @@ class Launch:
             self._config.attributes, self._config.count = ctypes.pointer(_PROGRAMMATIC_STREAM_SERIALIZATION), 1
         self._at = ctypes.addressof(self._config)
         self._ptr = self._function.ptr
-        self._launch = _driver().cuLaunchKernelEx
+        # A signal that comes during the call raises KeyboardInterrupt as soon as Python goes on, before it can assign a
+        # result. So ctypes itself puts the driver's answer into a list, which tells whether the launch was taken.
+        self._answers: list[int] = []
+        self._launch = _driver()["cuLaunchKernelEx"]
+        self._launch.argtypes, self._launch.restype = [ctypes.c_void_p] * 4, self._answers.append
 
-    def __call__(self, arguments: Arguments, grid: int, stream: int) -> None:
+    def __call__(self, arguments: Arguments, grid: int, stream: int, then: Callable[[], object] | None = None) -> None:
         """Launch `grid` blocks on `stream`; nothing for 0 blocks. The caller's current device stays current.
+
+        Args:
+            then: keeps the books of the launch: is called if the driver has taken it (or there are no blocks), and only
+                then, also where Ctrl-C interrupts in between; then perhaps twice, the first time in part.
 
         Raises:
             BackendError: the driver refuses.
         """
-        if grid < 1:
-            return
-        current = self._get_device()
-        if current != self._device:
-            self._set_device(self._device)
-        config = self._config
-        config.grid_x, config.stream = grid, stream
+        answers = self._answers
+        answers.clear()
         try:
-            error = self._launch(self._at, self._ptr, arguments.address, None)
+            if grid > 0:
+                config = self._config
+                config.grid_x, config.stream = grid, stream
+                if (current := self._get_device()) == self._device:
+                    self._launch(self._at, self._ptr, arguments.address, None)
+                else:
+                    self._launch_from(current, arguments.address)
+            else:
+                answers.append(0)
+            if answers[0]:
+                raise self._refused(answers[0])
+            if then is not None:
+                then()
+        except BaseException:
+            if then is not None and answers == [0]:
+                then()
+            raise
+
+    def _launch_from(self, current: int, arguments: int) -> None:
+        """Launch while another device is current."""
+        try:
+            self._set_device(self._device)
+            self._launch(self._at, self._ptr, arguments, None)
         finally:
-            if current != self._device:
-                self._set_device(current)
-        if error:
-            text = ctypes.c_char_p()
-            _driver().cuGetErrorString(error, ctypes.byref(text))
-            reason = (text.value or b"unknown").decode()
-            raise BackendError(f"launch: the driver must take kernel `{self._name}`, got error {error}: {reason}")
+            self._set_device(current)
+
+    def _refused(self, error: int) -> BackendError:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(error, ctypes.byref(text))
+        reason = (text.value or b"unknown").decode()
+        return BackendError(f"launch: the driver must take kernel `{self._name}`, got error {error}: {reason}")

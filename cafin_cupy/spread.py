@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
 from .arrays import current_stream
 from .cuda_update import CudaUpdate, Layout
 from .factors import Factors
+from .interrupts import uninterrupted
 from .layers import Layer
 from .reference import RawSums
 from .rule import Averaging
@@ -35,6 +37,15 @@ class SpreadFactors(Factors):
         self.kernels = all(factors.kernels for factors in self._shares)
 
     @property
+    def refreshed(self) -> bool:
+        return bool(self._shares) and all(factors.refreshed for factors in self._shares)
+
+    @refreshed.setter
+    def refreshed(self, value: bool) -> None:
+        for factors in self._shares:
+            factors.refreshed = value
+
+    @property
     def pending(self) -> bool:
         return any(factors.pending for factors in self._shares)
 
@@ -54,9 +65,20 @@ class SpreadFactors(Factors):
         for factors in self._shares:
             factors.flush()
 
-    def update(self, grad_scale: float = 1.0) -> None:
+    def ready(self, grad_scale: float = 1.0) -> Callable[[], None] | None:
+        parts, all_refreshed = [], self.refreshed
         for factors in self._shares:
-            factors.update(grad_scale)
+            if factors.refreshed and not all_refreshed:  # by an attempt at this step that failed on another device
+                factors.discard()
+            elif (part := factors.ready(grad_scale)) is not None:
+                parts.append(part)
+
+        def refresh() -> None:
+            for part in parts:
+                part()
+            self.refreshed = True
+
+        return refresh if parts else None
 
     def discard(self) -> None:
         for factors in self._shares:
@@ -80,6 +102,7 @@ class SpreadUpdate:
             like = likes[places[0]]
             update = CudaUpdate([layouts[k] for k in places], [factors[k] for k in places], like, device)
             self._shares.append((places, update, like, device))
+        self._launched: set[int] = set()  # devices that are ahead of the others, as a launch on one has failed
 
     def __call__(
         self,
@@ -89,12 +112,26 @@ class SpreadUpdate:
         scalars: Sequence[tuple[float, ...]],
         which: list[int],
         stream: int = 0,
+        ahead: Callable[[], None] | None = None,
+        then: Callable[[], object] | None = None,
     ) -> None:
-        """See `CudaUpdate`; each launch goes to the current stream of its device, and `stream` is not used."""
+        """See `CudaUpdate`; each launch goes to the current stream of its device, and `stream` is not used.
+
+        All devices are prepared before the first launch. Where a launch fails behind that of another device, the next
+        attempt at the step goes on from there: every parameter is updated once.
+        """
         for places, update, like, device in self._shares:
             mine = [which[k] for k in places]
             used = sorted(set(mine))
             at = {number: place for place, number in enumerate(used)}
             ours, grads, momenta = ([every[k] for k in places] for every in (p, g, m))
             sets, numbers = [scalars[k] for k in used], [at[k] for k in mine]
-            update(ours, grads, momenta, sets, numbers, current_stream(like, device))
+            if device not in self._launched:
+                call = partial(update, ours, grads, momenta, sets, numbers, current_stream(like, device))
+                ahead = partial(call, ahead, partial(self._launched.add, device))
+        with uninterrupted():
+            if ahead is not None:
+                ahead()
+            self._launched.clear()
+            if then is not None:
+                then()

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from . import forks
 from .arrays import allocate, on_device
 from .errors import BackendError
 
@@ -66,7 +67,11 @@ HYPER = struct.Struct("7fi")  # packs a Hyper faster than NumPy does
 Share = _struct(item=_INT, number=_INT)  # what a block works on: an item, and its place within it
 Rate = _struct(**_fields("f8", "lr beta Lambda l2 decay grad_scale"), lr_at=_PTR)
 Schedule = np.dtype(
-    [*_fields(_PTR, "rates groups steps hypers").items(), ("first", "i8"), ("count", "i8"), ("present", "u8", FLAGS)],
+    [
+        *_fields(_PTR, "rates groups steps hypers").items(),
+        *_fields(_LONG, "first count by").items(),
+        ("present", "u8", FLAGS),
+    ],
     align=True,
 )
 Update = np.dtype([*_fields(_PTR, "parameters shares hypers gradients").items(), ("words", "u8", WORDS)], align=True)
@@ -84,24 +89,33 @@ STRUCTS = {
 }
 
 
-_one_upload = threading.Lock()  # from the choice of a piece of pinned memory to the event that guards it
-_pinned: dict[tuple[int, int], list[tuple[Any, np.ndarray[Any, Any], Any]]] = {}
+class _Piece:
+    """Pinned memory, and when it can be written again."""
+
+    def __init__(self, size: int) -> None:
+        import cupy
+
+        self.memory = cupy.cuda.alloc_pinned_memory(size)
+        self.bytes = np.frombuffer(self.memory, dtype=np.uint8, count=size)
+        self.read: Any = cupy.cuda.Event(disable_timing=True)  # behind the last copy from it
+        self.busy = False  # a copy may be under way that no event guards, as one that was interrupted
 
 
-def _staging(size: int, device: int) -> tuple[Any, np.ndarray[Any, Any], Any]:
-    """(pinned memory, bytes of it, event): `size` bytes that no copy is still reading.
+_one_upload = threading.Lock()  # from the choice of a piece to the event that guards it
+_pinned: dict[tuple[int, int], list[_Piece]] = {}
+
+
+def _staging(size: int, device: int) -> _Piece:
+    """`size` bytes that no copy is still reading.
 
     Kept for good and shared by all tables of a device: CuPy's own pool would hand pinned memory out again while a copy
     from it still waits. The host never waits: where all pieces are in use, another is taken.
     """
-    import cupy
-
     pieces = _pinned.setdefault((size, device), [])
     for piece in pieces:
-        if piece[2].done:
+        if not piece.busy and piece.read.done:
             return piece
-    memory = cupy.cuda.alloc_pinned_memory(size)
-    pieces.append((memory, np.frombuffer(memory, dtype=np.uint8, count=size), cupy.cuda.Event(disable_timing=True)))
+    pieces.append(_Piece(size))
     return pieces[-1]
 
 
@@ -138,13 +152,15 @@ class DeviceTable:
             False if a CUDA graph has captured the copy: the rows are there after each replay, not now.
 
         Raises:
-            BackendError: a CUDA graph captures the stream, and no memory was reserved for the copy.
+            BackendError: a CUDA graph captures the stream, and no memory was reserved for the copy; or this process
+                must not use CUDA.
         """
         import cupy
 
         size = self._content.size
         if not size:
             return True
+        forks.refuse_child("upload")
         runtime = cupy.cuda.runtime
         if runtime.streamIsCapturing(stream):
             pinned, self._reserved = self._reserved, None
@@ -158,10 +174,12 @@ class DeviceTable:
             runtime.memcpyAsync(self.ptr, pinned.ptr, size, runtime.memcpyHostToDevice, stream)
             return False
         with on_device(self._device), _one_upload:
-            pinned, staged, event = _staging(1 << (size - 1).bit_length(), self._device)  # a power of two, to share
-            staged[:size] = self._content
-            runtime.memcpyAsync(self.ptr, pinned.ptr, size, runtime.memcpyHostToDevice, stream)
-            runtime.eventRecord(event.ptr, stream)
+            piece = _staging(1 << (size - 1).bit_length(), self._device)  # a power of two, to share
+            piece.bytes[:size] = self._content
+            piece.busy = True
+            runtime.memcpyAsync(self.ptr, piece.memory.ptr, size, runtime.memcpyHostToDevice, stream)
+            runtime.eventRecord(piece.read.ptr, stream)
+            piece.busy = False
         return True
 
 

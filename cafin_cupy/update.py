@@ -23,6 +23,7 @@ from .arrays import (
 from .backend import choose
 from .cuda_update import CudaUpdate, Layout, layout, scalars
 from .errors import CafinTypeError, refuse
+from .interrupts import uninterrupted
 from .memory import refuse_overlap
 from .nonfinite import refuse_nonfinite
 from .rule import Hyper, whole
@@ -41,12 +42,37 @@ def gather(kinds: Sequence[Kind]) -> tuple[list[Kind], list[int]]:
     return list(places), which
 
 
-def reference_update(
-    p: Any, g: Any, m: Any, factors: tuple[Any, Any] | None, hyper: Hyper, step: int, grad_scale: float = 1.0
-) -> None:
-    """`reference.update` in place, on any device."""
-    H, S = factors or (None, None)
-    reference.update_in_place(p, g, m, H, S, hyper, step, grad_scale)
+class ReferenceUpdate:
+    """The reference's update of a step's parameters, in place, one after the other and piece by piece.
+
+    What is done cannot be taken back. So where it ends in the middle, as memory runs out for what a piece needs besides
+    its arrays, the next attempt at the step goes on from there: every parameter is updated once.
+    """
+
+    def __init__(self) -> None:
+        self._done: dict[int, int] = {}  # pieces, by parameter
+
+    def __call__(
+        self,
+        key: int,
+        p: Any,
+        g: Any,
+        m: Any,
+        factors: tuple[Any, Any] | None,
+        hyper: Hyper,
+        step: int,
+        grad_scale: float = 1.0,
+    ) -> None:
+        """`reference.update_in_place` of the parameter that is called `key`, or of what is left to do of it."""
+        H, S = factors or (None, None)
+        done = self._done.get(key, 0)
+        for _ in reference.updates_in_place(p, g, m, H, S, hyper, step, grad_scale, done):
+            done += 1
+            self._done[key] = done
+
+    def over(self) -> None:
+        """The step is complete, or given up."""
+        self._done.clear()
 
 
 def fused_step(
@@ -89,6 +115,7 @@ def fused_step(
     Raises:
         CafinError: an argument is refused; nothing has been changed then.
         NonFiniteError: with `error_if_nonfinite`, a gradient is inf or NaN; nothing has been changed then.
+        MemoryError, or the framework's own kind: on the reference backend some parameters may be updated by then.
     """
     where = "fused_step"
     hyper = Hyper.checked(where, lr, beta, Lambda, weight_decay, decoupled)
@@ -118,8 +145,10 @@ def fused_step(
             given = pair and tuple(beside(f.owner, target, where, "factors") for f in pair)
             calls.append((target, grad, momentum, given, hyper, t))
         refuse_nonfinite(where, looked_at, SKIP)
-        for call in calls:
-            reference_update(*call)
+        update = ReferenceUpdate()
+        with uninterrupted():
+            for key, call in enumerate(calls):
+                update(key, *call)
         return
     device = p[0].device
     assert isinstance(device, int)

@@ -61,6 +61,7 @@ struct Schedule {
     Hyper* hypers;      // (count), out
     i64 first;          // parameters of this launch
     i64 count;
+    i64 by;             // 1; -1: count back
     u64 present[FLAGS]; // a bit for each: it has a gradient
 };
 
@@ -184,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) schedule(const Schedule ar
     if (place >= 64 * FLAGS || k >= args.count || !(args.present[place / 64] >> (place % 64) & 1)) return;
     const Rate r = args.rates[args.groups[k]];
     const double lr = r.lr_at ? double(*r.lr_at) : r.lr;
-    const i64 step = ++args.steps[k];
+    const i64 step = args.steps[k] += args.by;
     args.hypers[k] = {A(lr / (1.0 - pow(r.beta, double(step)))), A(lr * r.decay),  A(r.l2), A(r.beta), A(1.0 - r.beta),
                       A(r.Lambda), A(1.0 / r.grad_scale), 0};
 }

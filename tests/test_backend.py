@@ -21,6 +21,7 @@ def gpu_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "cuda_problem", lambda: None)
     monkeypatch.setattr(backend, "prepare", lambda device: None)
     monkeypatch.setattr(backend, "_warned", set())
+    monkeypatch.setattr(backend, "_failed", {})
 
 
 @pytest.mark.parametrize("value", [None, "cuda", "reference"])
@@ -85,6 +86,46 @@ def test_a_missing_part_is_named_once(broken: str, monkeypatch: pytest.MonkeyPat
         warnings.simplefilter("error")  # the second time, silence
         assert choose(None, 0, FLOAT, "f") == "reference"
         assert choose("reference", 0, FLOAT, "f") == "reference"
+
+
+@pytest.mark.parametrize("broken", ["cuda_problem", "prepare"])
+@pytest.mark.usefixtures("gpu_works")
+def test_a_set_up_that_failed_is_not_repeated(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failing compilation takes a second, and `choose` is asked again and again; "cuda" asks for another attempt."""
+    tries: list[Any] = []
+    broken_now = [True]
+
+    def attempt(*arguments: Any) -> str | None:
+        tries.append(arguments)
+        if broken_now and broken == "prepare":
+            raise BackendError("no wheel; install it")
+        return "no wheel; install it" if broken_now else None
+
+    monkeypatch.setattr(backend, broken, attempt)
+    with pytest.warns(UserWarning, match="because no wheel") as caught:
+        for _ in range(3):
+            assert choose(None, 0, FLOAT, "f") == "reference"
+    assert len(tries) == len(caught) == 1
+    for count in (2, 3):
+        with refuses(BackendError, "no wheel; install it"):
+            choose("cuda", 0, FLOAT, "f")
+        assert len(tries) == count
+    broken_now.clear()  # the wheel is installed
+    assert choose(None, 0, FLOAT, "f") == "reference"  # as before: state may lie there
+    assert choose("cuda", 0, FLOAT, "f") == "cuda"
+    assert choose(None, 0, FLOAT, "f") == "cuda"
+
+
+@pytest.mark.usefixtures("gpu_works")
+def test_one_device_that_fails_spoils_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(device: int) -> None:
+        if device == 1:
+            raise BackendError("too old a device")
+
+    monkeypatch.setattr(backend, "prepare", prepare)
+    with pytest.warns(UserWarning, match="too old a device"):
+        assert choose(None, 1, FLOAT, "f") == "reference"
+    assert choose(None, 0, FLOAT, "f") == "cuda"
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cafin_cupy import Averaging, Linear, cuda_factors, table
+from cafin_cupy import Averaging, BackendError, Linear, cuda_factors, cuda_sums, table
 from cafin_cupy.cuda_factors import CudaFactors
 
 
@@ -21,8 +21,9 @@ class Recorder:
     def __init__(self, stem: str, name: str, device: Any, block: int) -> None:
         self.name = name
 
-    def __call__(self, arguments: Any, grid: int, stream: int) -> None:
+    def __call__(self, arguments: Any, grid: int, stream: int, then: Any = None) -> None:
         self.launches.setdefault(self.name, []).append(arguments.values.copy())
+        then()
 
 
 class Table:
@@ -65,7 +66,7 @@ def test_memory_that_runs_out_leaves_no_half_described_layer(
                 raise MemoryError("no workspace")
             return None, 64
 
-        patch.setattr(cuda_factors, "allocate", allocate)
+        patch.setattr(cuda_sums, "allocate", allocate)
         with pytest.raises(MemoryError):
             factors.accumulate(0, *large)
     factors.accumulate(0, *small)
@@ -148,3 +149,46 @@ def test_a_warning_that_is_an_error_leaves_nothing_waiting(factors: CudaFactors)
             factors.flush()
     factors.flush()
     assert not factors.pending
+
+
+def test_streams_that_could_not_be_ordered_are_ordered_by_the_next_call(
+    factors: CudaFactors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read on another stream is not folded before it is there."""
+    ordered: list[tuple[int, int]] = []
+    fails = [True]
+
+    def order(first: int, second: int, device: Any) -> None:
+        if fails:
+            fails.clear()
+            raise MemoryError("no event")
+        ordered.append((first, second))
+
+    monkeypatch.setattr(cuda_factors, "order", order)
+    monkeypatch.setattr(cuda_factors, "current_stream", lambda array, device: 7)
+    factors.defer(0, *pair(4))
+    monkeypatch.setattr(cuda_factors, "current_stream", lambda array, device: 8)
+    with pytest.raises(MemoryError):
+        factors.flush()
+    assert len(Recorder.launches["column_sums"]) == 1 and factors._sums[0].count == 4
+    factors.update()
+    assert ordered == [(7, 8)]
+    assert [len(Recorder.launches[name]) for name in ("column_sums", "fold", "average")] == [1, 1, 1]
+
+
+def test_what_the_driver_does_not_take_still_waits(factors: CudaFactors, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise BackendError("the driver must take it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(factors, "_column_sums", refuse)
+        factors.defer(0, *pair(4))
+        with pytest.raises(BackendError):
+            factors.flush()
+        assert factors._sums[0].count == 4 and factors._waiting
+        with pytest.raises(BackendError):
+            factors.accumulate(0, *pair(4))
+    assert factors._sums[0].count == 4  # what waited does, the call that failed has added nothing
+    factors.update()
+    assert factors.refreshed and not factors.pending
+    assert len(Recorder.launches["column_sums"]) == len(Recorder.launches["average"]) == 1

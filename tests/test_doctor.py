@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cafin_cupy import BackendError, doctor, environment
+from cafin_cupy import BackendError, doctor, environment, kernel_cache
 from cafin_cupy.doctor import Check
 
 
@@ -107,7 +107,10 @@ def test_nvrtc_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_headers_are_information(monkeypatch: pytest.MonkeyPatch) -> None:
     with_versions(monkeypatch)
-    assert doctor.check_headers() == ("info", "headers", "no wheel found; the kernels here include none", "")
+    detail = "no wheel found; the kernels here need none, CuPy's arrays need nvidia-cuda-runtime"
+    assert doctor.check_headers() == ("info", "headers", detail, "")
+    with_versions(monkeypatch, cupy_cuda12x="14.2.0")
+    assert doctor.check_headers().detail == detail + "-cu12"
     with_versions(monkeypatch, nvidia_cuda_runtime="13.0.96")
     assert doctor.check_headers().detail == "wheel 13.0.96"
 
@@ -122,8 +125,47 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     status, _, detail, mend = doctor.check_cache()
     assert status == "warn" and "cannot be written: Not a directory" in detail
     assert "CUPY_CACHE_DIR" in mend
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "folder"))
     monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "1")
     assert doctor.check_cache().mend == "unset CUPY_CACHE_IN_MEMORY"
+
+
+def test_a_cache_that_the_process_has_left_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Not as the switch that the library has then set."""
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "0")
+    monkeypatch.setattr(kernel_cache, "_left", None)
+    kernel_cache.leave("the disk is full")
+    status, _, detail, mend = doctor.check_cache()
+    assert (status, mend) == ("warn", kernel_cache.MEND) and "the disk is full" in detail
+
+
+@pytest.mark.parametrize(("driver", "status"), [((12, 4), "warn"), (None, "info")])
+def test_a_driver_older_than_cupy_is_named(monkeypatch: pytest.MonkeyPatch, driver: Any, status: str) -> None:
+    runtime = pytest.importorskip("cupy").cuda.runtime
+
+    def refuse() -> int:
+        raise runtime.CUDARuntimeError(35)  # cudaErrorInsufficientDriver
+
+    monkeypatch.setattr(environment, "driver", lambda: driver)
+    monkeypatch.setattr(runtime, "getDeviceCount", refuse)
+    check = doctor.check_gpu()
+    assert check.status == status
+    if driver:
+        assert "the driver is older than CuPy's CUDA" in check.detail and "serves CUDA 12.4" in check.mend
+
+
+def test_a_cupy_that_cannot_be_imported_is_named_by_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Any:
+        raise ImportError("OSError: libfoo is of another world")
+
+    monkeypatch.setattr(environment, "driver", lambda: (12, 4))
+    monkeypatch.setattr(environment, "installed", lambda module: True)
+    with_versions(monkeypatch, cupy_cuda12x="14.2.0")
+    monkeypatch.setattr(kernel_cache, "import_cupy", fail)
+    assert doctor.check_gpu().status == "info"
+    for check in (doctor.check_cupy(), doctor.check_nvrtc()):
+        assert check.status == "warn" and "libfoo" in check.detail and "pip install cupy-cuda12x" in check.mend
 
 
 def test_a_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from cafin_cupy import (
     LayerNorm,
     Linear,
     cuda_factors,
+    cuda_sums,
     cuda_update,
     fused_step,
     reference,
@@ -177,7 +178,7 @@ def test_images_of_more_than_2_31_pixels_are_summed_to_their_end(images: int, cu
 def test_an_image_of_more_than_2_31_pixels_is_folded(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same where pixels are sorted into taps: `y * row_step + x` by the fold alone. Each tap meets nine pixels."""
     height, width, stride = 46_349, 46_351, 23_170
-    monkeypatch.setattr(cuda_factors, "allocate", lambda like, size: (x := sparse(cupy, -(-size // 4)), x.data.ptr))
+    monkeypatch.setattr(cuda_sums, "allocate", lambda like, size: (x := sparse(cupy, -(-size // 4)), x.data.ptr))
     layer = Conv2d(cupy.zeros((1, 1, 2, 2), cupy.float32), stride=stride, padding=1)
     factors = cuda_factors.CudaFactors([layer], RAW, 0)
     h, s = sparse(cupy, height * width).reshape((1, 1, height, width)), cupy.zeros((1, 1, 3, 3), cupy.float32)

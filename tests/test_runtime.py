@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import sys
 import threading
+import types
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
+from faults import ctrl_c  # noqa: F401
 
-from cafin_cupy import BackendError, runtime
+from cafin_cupy import BackendError, environment, runtime
 
 STEMS = sorted(runtime.KERNELS)
 
@@ -139,4 +145,143 @@ def test_a_kernel_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(runtime, "_modules", {})
     monkeypatch.setattr(runtime, "source", lambda stem: "nonsense")
     with pytest.raises(BackendError, match=r"(?s)kernel `update` must compile for cuda:0.*doctor"):
+        runtime.function("update", "update", 0)
+
+
+# Launching, with a function of the C library in place of the driver's
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A `Launch` whose driver is the C library's `raise`: each launch sends this process SIGINT, in the middle of the
+    call, and is taken."""
+    pytest.importorskip("cupy")
+    if sys.platform == "win32":
+        pytest.skip("signals are another matter there")
+    monkeypatch.setattr(runtime, "function", lambda *_: types.SimpleNamespace(ptr=0))
+    monkeypatch.setattr(runtime, "_overlaps", lambda device: False)
+    monkeypatch.setattr(runtime, "_driver", lambda: {"cuLaunchKernelEx": ctypes.CDLL(None)["raise"]})
+    made: Any = runtime.Launch("update", "update", 0, 32)
+    made._get_device, made._at = lambda: 0, signal.SIGINT.value
+    return made
+
+
+def arguments() -> runtime.Arguments:
+    return runtime.Arguments(np.dtype("u8"))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_launch_that_ctrl_c_comes_into_is_known_to_be_taken(launch: Any) -> None:
+    booked: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        launch(arguments(), 1, 0, lambda: booked.append(1))
+    assert booked == [1]
+
+
+def test_a_launch_that_is_refused_is_not_booked(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        def cuGetErrorString(self, error: int, text: Any) -> None:
+            text._obj.value = b"out of order"
+
+    monkeypatch.setattr(runtime, "_driver", Driver)
+    launch._launch = lambda *_: launch._answers.append(719)
+    booked: list[int] = []
+    for _ in range(2):
+        with pytest.raises(BackendError, match="must take kernel `update`, got error 719: out of order"):
+            launch(arguments(), 1, 0, lambda: booked.append(1))
+    assert not booked
+
+
+def test_no_blocks_are_booked_without_a_launch(launch: Any) -> None:
+    booked: list[int] = []
+    launch._launch = None
+    launch(arguments(), 0, 0, lambda: booked.append(1))
+    launch(arguments(), 0, 0)
+    assert booked == [1]
+
+
+def test_books_that_were_interrupted_are_done_again(launch: Any) -> None:
+    booked: list[int] = []
+
+    def book() -> None:
+        booked.append(len(booked))
+        if len(booked) == 1:
+            raise KeyboardInterrupt
+
+    launch._launch = lambda *_: launch._answers.append(0)
+    with pytest.raises(KeyboardInterrupt):
+        launch(arguments(), 1, 0, book)
+    assert booked == [0, 1]
+
+
+@pytest.mark.parametrize("earlier", [0, 719])
+def test_what_comes_ahead_of_a_launch_books_nothing(earlier: int, launch: Any) -> None:
+    """Whatever became of the launch before it."""
+    booked: list[int] = []
+    launch._answers.append(earlier)
+
+    def interrupt() -> int:
+        raise KeyboardInterrupt
+
+    launch._get_device = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        launch(arguments(), 1, 0, lambda: booked.append(1))
+    assert not booked
+
+
+@pytest.mark.parametrize("answer", [0, 719])
+def test_the_current_device_stays_current(answer: int, launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [3]
+    launch._get_device, launch._set_device = lambda: current[-1], current.append
+    seen: list[int] = []
+    launch._launch = lambda *_: (seen.append(current[-1]), launch._answers.append(answer))
+    monkeypatch.setattr(launch, "_refused", lambda error: BackendError("refused"))
+    try:
+        launch(arguments(), 1, 0)
+    except BackendError:
+        assert answer
+    assert seen == [0] and current == [3, 0, 3]
+
+
+# A driver that is too old
+
+
+@pytest.mark.parametrize(
+    ("text", "old"),
+    [
+        ("cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version", True),
+        ("CUDA_ERROR_UNSUPPORTED_PTX_VERSION: the provided PTX was compiled with an unsupported toolchain.", True),
+        ("CUDA_ERROR_NO_BINARY_FOR_GPU: no kernel image is available for execution on the device", True),
+        ("/usr/lib/libcuda.so.1: undefined symbol: cuLaunchKernelEx", True),
+        ("cudaErrorNoDevice: no CUDA-capable device is detected", False),
+        ("cudaErrorMemoryAllocation: out of memory", False),
+    ],
+)
+def test_an_old_driver_is_told_by_what_cuda_says(text: str, old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "driver", lambda: (12, 4))
+    monkeypatch.setattr(runtime, "_cuda_works", fails(RuntimeError(text)))
+    problem = runtime.cuda_problem()
+    assert problem is not None and text in problem
+    words = ["the driver serves CUDA 12.4", "cafin-cupy[cuda12]", "or a newer driver"]
+    assert all((word in problem) == old for word in words), problem
+    monkeypatch.setattr(environment, "driver", lambda: None)  # without any, CUDA says the same
+    problem = runtime.cuda_problem()
+    assert problem is not None and "no usable NVIDIA GPU" in problem and "newer" not in problem
+
+
+def test_a_kernel_that_an_old_driver_does_not_load_names_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = pytest.importorskip("cupy")
+
+    def load(self: Any, code: bytes) -> None:
+        raise RuntimeError("CUDA_ERROR_UNSUPPORTED_PTX_VERSION: the provided PTX was compiled with ...")
+
+    monkeypatch.setattr(environment, "driver", lambda: (12, 4))
+    monkeypatch.setattr(runtime, "_driver", lambda: None)
+    monkeypatch.setattr(runtime, "cubin", lambda *_: b"")
+    monkeypatch.setattr(runtime, "_functions", {})
+    monkeypatch.setattr(runtime, "_modules", {})
+    device = type("Device", (nullcontext,), {"compute_capability": "90", "__enter__": lambda self: self})
+    monkeypatch.setattr(cupy.cuda, "Device", device)
+    monkeypatch.setattr(cupy.cuda, "Module", type("Module", (), {"load": load}))
+    with pytest.raises(BackendError, match=r"kernel `update`.*UNSUPPORTED_PTX.*the driver serves CUDA 12.4: install"):
         runtime.function("update", "update", 0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -51,6 +52,103 @@ def test_factors(rule: str) -> None:
             np.testing.assert_array_equal(mine, theirs)
     factors.load(2, np.full(2, 0.5), np.full(5, 0.25))
     assert shares[2][1].H[0].tolist() == [0.5, 0.5] and factors.S[2].tolist() == [0.25] * 5
+
+
+def test_a_failure_on_one_device_refreshes_no_factors_twice() -> None:
+    averaging = Averaging.named("parity", 0.8)
+    one, every = layers()[:3], layers()[:3]
+    whole = ReferenceFactors(one, averaging)
+    shares = [([k], ReferenceFactors([every[k]], averaging)) for k in range(3)]
+    factors = spread.SpreadFactors(every, averaging, shares)
+    rng = np.random.default_rng(3)
+    pairs = [[rng.standard_normal((7, n)).astype(np.float32) for n in reversed(shape)] for shape in SHAPES[:3]]
+
+    def accumulate(to: Any) -> None:
+        for k, (h, s) in enumerate(pairs):
+            to.accumulate(k, h, s)
+
+    accumulate(whole)
+    whole.update()
+    accumulate(factors)
+    second = shares[1][1]
+    attempt = second.ready
+
+    def fails(grad_scale: float = 1.0) -> Any:
+        def refresh() -> None:
+            raise MemoryError
+
+        attempt(grad_scale)
+        return refresh
+
+    second.ready = fails  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        factors.update()
+    assert shares[0][1].refreshed and not factors.refreshed
+    second.ready = attempt  # type: ignore[method-assign]
+    factors.discard()  # the script makes the gradients of this step once more
+    accumulate(factors)
+    factors.update()
+    assert factors.refreshed and not factors.pending
+    for mine, theirs in zip((*factors.H, *factors.S), (*whole.H, *whole.S)):
+        np.testing.assert_array_equal(mine, theirs)
+    factors.refreshed = False
+    assert not any(share.refreshed for _, share in shares)
+
+
+class Recorded:
+    """In place of `CudaUpdate`: prepares, does what comes ahead, launches."""
+
+    log: ClassVar[list[str]] = []
+    failing: ClassVar[set[str]] = set()
+
+    def __init__(self, layouts: Any, factors: Any, like: Any, device: int) -> None:
+        self.device = device
+
+    def _does(self, what: str) -> None:
+        if what in self.failing:
+            raise MemoryError
+        self.log.append(what)
+
+    def __call__(
+        self, p: Any, g: Any, m: Any, scalars: Any, which: Any, stream: int, ahead: Any = None, then: Any = None
+    ) -> None:
+        self._does(f"prepare {self.device}")
+        if ahead is not None:
+            ahead()
+        self._does(f"launch {self.device}")
+        then()
+
+
+def test_all_devices_are_prepared_before_the_first_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, failing = Recorded.log, Recorded.failing
+    log.clear()
+    monkeypatch.setattr(spread, "CudaUpdate", Recorded)
+    monkeypatch.setattr(spread, "current_stream", lambda like, device: 0)
+    update = spread.SpreadUpdate([None] * 3, [(0, 0)] * 3, [None] * 3, [0, 1, 2])  # type: ignore[list-item]
+
+    def step() -> list[str]:
+        log.clear()
+        update([1, 2, 3], [1, 2, 3], [1, 2, 3], [(0.1,)], [0, 0, 0], 0, partial(log.append, "factors"), counted)
+        return log
+
+    def counted() -> None:
+        log.append("count")
+
+    expected = ["prepare 2", "prepare 1", "prepare 0", "factors", "launch 0", "launch 1", "launch 2", "count"]
+    assert step() == expected
+    failing.add("prepare 0")
+    with pytest.raises(MemoryError):
+        step()
+    assert log == expected[:2]
+    failing.clear()
+    assert step() == expected
+    failing.add("launch 1")
+    with pytest.raises(MemoryError):
+        step()
+    assert log == expected[:5]
+    failing.clear()
+    assert step() == ["prepare 2", "prepare 1", "factors", "launch 1", "launch 2", "count"]  # not a second time
+    assert step() == expected
 
 
 @pytest.mark.gpu

@@ -16,11 +16,11 @@ from pathlib import Path
 from . import compiler
 
 TESTS = Path(__file__).resolve().parent.parent
-# The tests on CuPy arrays; PyTorch's need a GPU. All together must launch every kernel.
+# The tests on CuPy arrays, and those that `lend_torch`; PyTorch's others need a GPU. All together launch every kernel.
 FILES = (
-    *("arrays", "backend", "copies", "cuda_factors", "factors", "field_reports_large", "laws", "nonfinite"),
-    *("nonfinite_moments", "odd", "odd_sizes", "optimizer", "readme", "repeats", "runtime", "spread", "state"),
-    *("streams", "table", "update", "emulation"),
+    *("arrays", "backend", "copies", "cuda_factors", "factors", "faults", "field_reports_large", "forks", "laws"),
+    *("nonfinite", "nonfinite_moments", "odd", "odd_sizes", "optimizer", "readme", "repeats", "runtime", "spread"),
+    *("state", "streams", "table", "torch_step_faults", "update", "emulation"),
 )
 
 

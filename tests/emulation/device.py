@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -220,24 +222,62 @@ class Generator:
 # ---- Launches ----
 
 
-class RawModule:
-    def __init__(self, code: str, options: tuple[str, ...]) -> None:
-        self._library = compiler.build(code, options)
-
-    def get_function(self, name: str) -> Any:
-        return types.SimpleNamespace(kernel=compiler.Kernel(self._library, name))
+class NVRTCError(RuntimeError):
+    pass
 
 
-class Driver:
-    """Of libcuda, what launches."""
+class Program:
+    """A program of NVRTC. Its machine code is a number, by which `Module` finds the library in this process."""
 
-    def cuLaunchKernelEx(self, config: int, function: int, parameters: int, extra: None) -> int:
+    libraries: dict[bytes, Any] = {}  # noqa: RUF012
+    _numbers = itertools.count()
+
+    def __init__(self, source: str, name: str, headers: tuple[()], include_names: tuple[()]) -> None:
+        self.source, self.log, self.code = source, "", b""
+
+    def compile(self, options: tuple[str, ...]) -> None:
+        try:
+            library = compiler.build(self.source, options)
+        except compiler.CompileError as error:
+            self.log = str(error)
+            raise NVRTCError("NVRTC_ERROR_COMPILATION (6)") from error
+        self.code = b"emulated %d" % next(self._numbers)
+        self.libraries[self.code] = library
+
+
+class Module:
+    def load(self, code: bytes) -> None:
+        self._library = Program.libraries[code]
+
+    def get_function(self, name: str) -> compiler.Kernel:
+        return compiler.Kernel(self._library, name)
+
+
+class LaunchKernelEx:
+    """cuLaunchKernelEx, as ctypes has it: `restype` takes the result."""
+
+    argtypes: Any = ()
+    restype: Any = int
+
+    def __call__(self, config: int, function: int, parameters: int, extra: None) -> Any:
         from cafin_cupy.runtime import _Config
 
         shape = _Config.from_address(config)
         assert shape.grid_y == shape.grid_z == shape.block_y == shape.block_z == 1, "one axis is emulated"
         arguments = ctypes.c_void_p.from_address(parameters).value  # the first of an array of pointers
         compiler.Kernel.known[function](shape.grid_x, shape.block_x, arguments or 0)
+        return self.restype(0)
+
+
+class Driver:
+    """Of libcuda, what launches."""
+
+    def __getitem__(self, name: str) -> LaunchKernelEx:
+        assert name == "cuLaunchKernelEx"
+        return LaunchKernelEx()
+
+    def cuGetErrorString(self, error: int, text: Any) -> int:
+        text._obj.value = b"of no launch that is emulated"
         return 0
 
 
@@ -291,7 +331,17 @@ def install() -> None:
         streamIsCapturing=lambda _: False,
         pointerGetAttributes=lambda _: types.SimpleNamespace(device=0),
     )
-    nvrtc = _module("cupy.cuda.nvrtc", getVersion=lambda: (12, 8))
+    nvrtc = _module(
+        "cupy.cuda.nvrtc",
+        NVRTCError=NVRTCError,
+        getVersion=lambda: (12, 8),
+        createProgram=Program,
+        compileProgram=Program.compile,
+        getCUBIN=lambda program: program.code,
+        getProgramLog=lambda program: program.log,
+        destroyProgram=_nothing,
+    )
+    os.environ["CUPY_CACHE_IN_MEMORY"] = "1"  # what is compiled here is of no use to others
     Stream._current[:] = [Stream(0)]
     cuda = _module(
         "cupy.cuda",
@@ -300,13 +350,14 @@ def install() -> None:
         Device=Device,
         Stream=Stream,
         Event=Event,
+        Module=Module,
         get_current_stream=lambda *_: Stream._current[-1],
         alloc_pinned_memory=lambda size: np.zeros(size, np.uint8).view(Pinned),
     )
     made = {"ndarray": ndarray, "array": array, "asarray": asarray, "empty": empty, "empty_like": empty_like}
     made["from_dlpack"] = from_dlpack
     random = _module("cupy.random", default_rng=Generator)
-    _like_numpy("cupy", np, **made, cuda=cuda, random=random, RawModule=RawModule)
+    _like_numpy("cupy", np, **made, cuda=cuda, random=random)
     array_api_compat.cupy = _like_numpy("array_api_compat.cupy", array_api_compat.numpy, **made)  # type: ignore[attr-defined]
 
     # The device's arrays are a subclass of NumPy's, but not NumPy's.
@@ -317,3 +368,22 @@ def install() -> None:
 
     _helpers._issubclass_fast = issubclass_fast  # type: ignore[assignment]
     ours._driver = Driver  # type: ignore[assignment]
+
+
+def lend_torch(monkeypatch: Any) -> None:
+    """Let PyTorch's tensors on the CPU count as tensors on the emulated GPU, for one test: the kernels' side of the
+    adapter runs on them. PyTorch's own CUDA stays out: its streams and graphs are not emulated."""
+    import torch
+
+    from cafin_cupy import arrays
+    from cafin_cupy.adapters import torch as adapter
+    from cafin_cupy.adapters import torch_plan
+
+    look = arrays.torch_view
+
+    def view(tensor: Any, where: str, name: str) -> Any:
+        return look(tensor, where, name)._replace(device=0)
+
+    for module in (arrays, adapter, torch_plan):
+        monkeypatch.setattr(module, "torch_view", view)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
