@@ -73,12 +73,13 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     import cupy
 
     from cafin_cupy import cuda_factors, cuda_sums, cuda_update, runtime, table, update
+    from cafin_cupy.layers import linear
 
     made = Gate()
     for module, name in [
         *((module, "allocate") for module in (table, cuda_sums, cuda_update)),
         *((module, "copy_like") for module in (cuda_factors, update)),
-        (cuda_sums, "array_namespace"),  # of which comes memory for sums
+        *((module, "array_namespace") for module in (cuda_sums, linear)),  # of which comes memory for sums
         (cupy.cuda, "alloc_pinned_memory"),
         *((cupy.cuda.runtime, name) for name in ("memcpyAsync", "eventRecord")),
     ]:

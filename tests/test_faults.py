@@ -11,7 +11,7 @@ import pytest
 from faults import FAULTS, Gate, ctrl_c, gate, interrupted_at, some  # noqa: F401
 from helpers import CUDA, Device, numpy_of
 
-from cafin_cupy import AdaFisher, BackendError, BatchNorm2d, Conv2d, LayerNorm, Linear
+from cafin_cupy import AdaFisher, BackendError, BatchNorm2d, Conv2d, ConvTranspose2d, Embedding, LayerNorm, Linear
 from cafin_cupy.layers import Layer
 
 STEPS = 4  # sampled, not, sampled, not: with TCov = 2
@@ -34,6 +34,8 @@ class Run:
             (Conv2d(draw(4, 2, 3, 3), draw(4), padding=1, groups=2), draw(*images), draw(*images)),
             (BatchNorm2d(draw(4), draw(4)), draw(*images), draw(*images)),
             (LayerNorm(draw(5), None), draw(2, 3, 5), draw(2, 3, 5)),
+            (ConvTranspose2d(draw(4, 2, 1, 2), draw(2)), draw(2, 4, 3, 2), draw(2, 2, 3, 3)),
+            (Embedding(draw(6, 3), padding_idx=1), device.array(np.arange(8).reshape(2, 4) % 6), draw(2, 4, 3)),
         ]
         arrays = [array for layer, *_ in self.layers for array in (layer.weight, layer.bias) if array is not None]
         self.params = [*arrays, draw(7)]
