@@ -310,6 +310,27 @@ def test_what_does_not_train_does_not_count(device: str) -> None:
     assert all(torch.equal(F, torch.ones_like(F)) for F in optimizer.factors()["in_proj"])
 
 
+def test_evaluation_is_as_fast_as_it_was_between_sampled_steps(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch runs an encoder layer as one function where no hooks are; and either way nothing is counted."""
+    torch.manual_seed(0)
+    module = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.0, batch_first=True).to(device)
+    optimizer = AdaFisher(module, TCov=2, lr=0.0)
+    x = inputs(device, "self", batch_first=True)[0]
+    fast, seen = torch._transformer_encoder_layer_fwd, []
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: seen.append(1) or fast(*args))
+    found = []
+    for sampled in (True, False):
+        module.eval()
+        with torch.no_grad():
+            found.append(module(x))
+        assert bool(seen) is not sampled
+        assert not optimizer._factors.pending
+        module.train()
+        weighted(module(x)).backward()
+        optimizer.step()
+    near(found[0], found[1])
+
+
 def test_overwritten_input(device: str) -> None:
     """Autograd keeps a contiguous copy, so a script may."""
     torch.manual_seed(0)
