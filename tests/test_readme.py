@@ -22,6 +22,17 @@ def block(mark: str) -> str:
     return found
 
 
+def test_the_table_names_every_layer():
+    """That has factors in PyTorch, by the name of its class."""
+    from cafin_cupy.adapters import torch_kinds
+
+    table = README.read_text(encoding="utf-8").split("## Layers and their factors")[1].split("\n\n")[2]
+    modules = [line.split("|")[1] for line in table.splitlines()[2:]]
+    named = {name for cell in modules for name in re.findall("`([A-Z]\\w+)`", cell)}
+    known = {kind.__name__ for kind in torch_kinds._KINDS} | {name for _, name in torch_kinds._FOREIGN}
+    assert named == known
+
+
 def test_every_block_has_its_test():
     assert len(BLOCKS) == 5
 
