@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -89,15 +90,16 @@ class Plan:
         for p in self.params:
             self._check(p, p.grad)
         self.kept = optimizer.state
-        states = self._states(optimizer, [self._average(optimizer, p) for p in self.params])
+        self.states = states = self._states(optimizer, [self._average(optimizer, p) for p in self.params])
         self.in_order = len(self.kept) == len(states)  # no state of a parameter that has left its group
         self.averages: list[Tensor] = list(map(_AVERAGE, states))
         self.written = Written([*views, *(torch_view(m, "step", "momentum") for m in self.averages)])
         self.sizes = np.array([v.extent[1] - v.extent[0] for v in views], np.uint64)  # in bytes
         self.p, self.m = list(map(_ADDRESS, self.params)), list(map(_ADDRESS, self.averages))
+        self.addresses = [*self.p, *self.m]
         self.traits = traits(self.params)
-        self.unchanged = Unchanged(self.params)
-        self.fitting: Unchanged | None = None  # knows gradients that can be used as they are
+        self.unchanged = Unchanged(self.params).check
+        self.fitting: Callable[..., bool] | None = None  # knows gradients that can be used as they are
         self.zeros = [0] * len(self.params)
         self.one_group = bool(self.params) and not any(self.group)
         self.schedule: CudaSchedule | None = None
@@ -151,7 +153,7 @@ class Plan:
             state["exp_avg"] = average
         return states
 
-    def states(self) -> list[Any]:
+    def _find_states(self) -> list[Any]:
         """The state of each parameter."""
         return list(self.kept.values()) if self.in_order else [self.kept[p] for p in self.params]
 
@@ -167,16 +169,16 @@ class Plan:
             if len(params) != len(listed) or not all(map(is_, params, listed)):
                 return False
         try:
-            states = self.states()
-            averages = list(map(_AVERAGE, states))
+            self.states = states = self._find_states()
+            # The old momenta are kept, so others lie elsewhere.
+            addresses = list(map(_ADDRESS, chain(self.params, map(_AVERAGE, states))))
             counts = list(map(_STEP, states)) if self.schedule is not None else []
         except KeyError:
             return False
         return (
-            list(map(_ADDRESS, averages)) == self.m  # the old ones are kept, so others lie elsewhere
+            addresses == self.addresses
             and (self.schedule is None or all(map(is_, counts, self.steps)))
-            and list(map(_ADDRESS, self.params)) == self.p
-            and (self.unchanged(self.params) or self._as_before())
+            and (self.unchanged(*self.params) or self._as_before())
             and not (self.idle and any(p.grad is not None for p in self.idle))
         )
 
@@ -184,7 +186,7 @@ class Plan:
         """False if a parameter has changed under its address, as by `p.data = p.data.t()`."""
         if traits(self.params) != self.traits:
             return False
-        self.unchanged = Unchanged(self.params)
+        self.unchanged = Unchanged(self.params).check
         return True
 
     def gradients(self) -> list[Tensor | None]:
@@ -194,7 +196,7 @@ class Plan:
         Runs on every step, so the usual case is told from all others by two passes in C.
         """
         grads: list[Any] = list(map(_GRADIENT, self.params))
-        if self.fitting is not None and self.fitting(grads):
+        if self.fitting is not None and self.fitting(*grads):
             self.complete = True
             return grads if self.launch is not None else self._apart(grads)
         found = list(grads)
@@ -208,7 +210,7 @@ class Plan:
         self.complete = all(g is not None for g in grads)
         if not any(g is not None for g in grads):
             self._refuse_strangers()
-        self.fitting = Unchanged(grads) if self.complete and all(map(is_, found, grads)) else None
+        self.fitting = Unchanged(grads).check if self.complete and all(map(is_, found, grads)) else None
         return grads
 
     def _refuse_strangers(self) -> None:
@@ -280,7 +282,7 @@ class Plan:
         if self.schedule is not None:
             self._scheduled(optimizer, hypers, grads, grad_scale, ahead, capturing)
             return
-        states = self.states()
+        states = self.states
         kinds, which, counts = self.count(states, grads)
 
         def counted() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .arrays import torch_of
@@ -20,10 +20,14 @@ class Unchanged:
 
     A no may be false (under autocast, say, or after `requires_grad_`): then look closer. Of other arrays it is always
     a no, as there is no faster look.
+
+    Attributes:
+        check: as a call, but takes the tensors one by one: a function in C where torch has it.
     """
 
     def __init__(self, tensors: Sequence[Any]) -> None:
-        self._guards = self._seen = None
+        self._seen: list[Any] | None = None
+        self.check: Callable[..., bool] = self._compare
         if not tensors or any(torch_of(t) is None for t in tensors):
             return
         try:  # the check that torch.compile runs before each call of its code
@@ -33,11 +37,12 @@ class Unchanged:
             return
         sizes: Any = [list(t.shape) for t in tensors]
         strides: Any = [list(t.stride()) for t in tensors]
-        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        self.check = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
     def __call__(self, tensors: Sequence[Any]) -> bool:
-        if self._guards is not None:
-            return bool(self._guards.check(*tensors))
+        return self.check(*tensors)
+
+    def _compare(self, *tensors: Any) -> bool:
         return self._seen is not None and traits(tensors) == self._seen
 
 

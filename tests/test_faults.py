@@ -201,6 +201,6 @@ def test_ctrl_c_at_any_line_of_a_step(device: Device) -> None:
         assert lines > 50 and not came
         for line in some(lines):
             run = make(t)
-            _, came = interrupted_at(line, run.step)
-            assert came
+            ran, came = interrupted_at(line, run.step)
+            assert came or ran < line  # a GPU may be done with a copy, or not yet: then a line more runs
             check_and_finish(run, t, truth)
