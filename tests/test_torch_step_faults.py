@@ -29,7 +29,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The device of the kernels: a GPU, or the emulated one, which has tensors of the CPU."""
     import cupy
 
-    if cupy.ndarray.__module__ == "emulation.device":
+    if cupy.cuda.Module.__module__ == "emulation.device":
         sys.modules["emulation.device"].lend_torch(monkeypatch)
         yield "cpu"
     else:
