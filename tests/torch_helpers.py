@@ -40,11 +40,13 @@ def exact_float32() -> Iterator[None]:
 def torch_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where the models live; a test module that imports this runs its tests on each. The emulated GPU has tensors of
     the CPU."""
-    emulated = sys.modules.get("emulation.device")
-    if request.param == "cuda" and emulated is not None:
-        emulated.lend_torch(monkeypatch)
-        yield "cpu"
-        return
+    if request.param == "cuda":
+        import cupy
+
+        if cupy.cuda.Module.__module__ == "emulation.device":
+            sys.modules["emulation.device"].lend_torch(monkeypatch)
+            yield "cpu"
+            return
     with exact_float32():
         yield request.param
 
