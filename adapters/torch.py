@@ -22,7 +22,7 @@ from cafin_cupy.factors import Factors
 from cafin_cupy.interrupts import uninterrupted
 from cafin_cupy.layers import Layer
 from cafin_cupy.optimizer import make_factors, owners
-from cafin_cupy.rule import DEFAULT_GAMMA, Averaging, Hyper, whole
+from cafin_cupy.rule import DEFAULT_GAMMA, Averaging, Hyper, flag, whole
 from cafin_cupy.update import ReferenceUpdate
 
 try:
@@ -104,6 +104,8 @@ class AdaFisher(torch.optim.Optimizer):
     ) -> None:
         where = type(self).__name__
         check_model(where, model)
+        capturable = flag(where, "capturable", capturable)
+        error_if_nonfinite = flag(where, "error_if_nonfinite", error_if_nonfinite)
         if capturable and error_if_nonfinite:
             refuse(where, "error_if_nonfinite", "be False with capturable=True", True, "a graph cannot wait for it")
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
@@ -113,9 +115,9 @@ class AdaFisher(torch.optim.Optimizer):
         self.averaging = Averaging.named(averaging, gamma)
         self.model = model
         self.steps = 0
-        self.capturable = bool(capturable)
+        self.capturable = capturable
         self.grad_scaler = grad_scaler
-        self.error_if_nonfinite = bool(error_if_nonfinite)
+        self.error_if_nonfinite = error_if_nonfinite
         self._requested = backend
         self._reset()
         self._find_layers()
@@ -190,7 +192,13 @@ class AdaFisher(torch.optim.Optimizer):
         return self._kept_factors is None or not self._kept_factors.refreshed
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer.add_param_group`."""
+        """See `torch.optim.Optimizer.add_param_group`.
+
+        Raises:
+            CafinError: a scalar is refused; nothing has been changed then.
+        """
+        if isinstance(param_group, dict):  # what is no group, torch refuses
+            checked_hyper(self, "add_param_group", {**self.defaults, **param_group})
         super().add_param_group(param_group)
         self._plan = None
 
@@ -323,6 +331,9 @@ class AdaFisher(torch.optim.Optimizer):
             self._factors.discard()
             return loss
         grad_scale, loss_scale = verdict
+        hypers = self._checked_hypers()  # before a new plan makes state
+        if self.error_if_nonfinite:
+            check_finite(self, loss_scale)
         plan = self._plan
         if plan is None or not plan.valid(self):
             if capturing:
@@ -331,10 +342,7 @@ class AdaFisher(torch.optim.Optimizer):
         if capturing:
             self._captured.append(plan)  # a replay reads its tables
             plan.expect_capture()
-        hypers = self._checked_hypers()
         grads = plan.gradients()
-        if self.error_if_nonfinite:
-            check_finite(self, plan, grads, loss_scale)
         refresh = self._refresh(loss_scale) if self.samples else None
         plan.update(self, hypers, grads, grad_scale, refresh, capturing)
         return loss
