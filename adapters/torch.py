@@ -30,7 +30,7 @@ try:
 except ImportError:  # internal to torch, so they may go: then every step looks for hooks, as torch does
     _global_optimizer_pre_hooks = _global_optimizer_post_hooks = {0: None}  # type: ignore[assignment,dict-item]
 
-from .torch_attention import attach_to_attention, leave_interrupted
+from .torch_attention import attach_to_attention
 from .torch_capture import RUN_FIRST, CapturedIteration, check_capture
 from .torch_checks import check_finite, check_model, check_ranks
 from .torch_kinds import register_layer, unregister_layer
@@ -145,7 +145,7 @@ class AdaFisher(torch.optim.Optimizer):
         self._reference = ReferenceUpdate()
 
     def _find_layers(self) -> None:
-        self._layers, self._modules = find_layers(self.model)
+        self._layers, self._modules, self._kinds = find_layers(self.model)
         self._owners = owners(self._layers)
 
     @property
@@ -206,8 +206,6 @@ class AdaFisher(torch.optim.Optimizer):
 
     def _attach(self) -> None:
         """Hooks live on sampled steps only."""
-        if self._taps:
-            leave_interrupted()
         if self.samples == bool(self._taps):
             return
         with uninterrupted():  # a hook without its handle would stay, and count its layer twice

@@ -228,18 +228,23 @@ def _cuda_device(array: Any) -> int:
     return int(device)
 
 
+def stream_address(stream: Any) -> int:
+    """Address of a stream of torch's or CuPy's, or of one that is given by its address."""
+    for attribute in ("cuda_stream", "ptr"):
+        if hasattr(stream, attribute):
+            return int(getattr(stream, attribute))
+    if not isinstance(stream, int):
+        refuse("fused_step", "stream", "be a stream or its address", repr(stream), kind=CafinTypeError)
+    return stream
+
+
 def current_stream(array: Any, device: int, stream: Any = None) -> int:
     """Address of the stream to work on: `stream` if given, else the current one of the framework that owns `array`.
     Whatever launches asks for one, so a forked process is told here."""
     if forks.child:
         forks.refuse_child("current_stream")
     if stream is not None:
-        for attribute in ("cuda_stream", "ptr"):  # torch's and CuPy's streams
-            if hasattr(stream, attribute):
-                return int(getattr(stream, attribute))
-        if isinstance(stream, int):
-            return stream
-        refuse("fused_step", "stream", "be a stream or its address", repr(stream), kind=CafinTypeError)
+        return stream_address(stream)
     torch = torch_of(array)
     if torch is not None and array.is_cuda:
         return int(torch._C._cuda_getCurrentRawStream(device))
