@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from . import checkpoint, digits, rule, runtime
 from .backend import requested
+from .clock import Clock
 from .errors import refuse
 
 # What suits each optimizer on this very task. Parity averaging leaves F near Lambda: a step is that of momentum SGD
@@ -167,30 +168,19 @@ def _why(settings: Settings, backend: str) -> str:
 
 
 class Stopwatch:
-    """Marks between the parts of each step: CUDA events on a GPU, which stop nothing, else the clock."""
+    """Marks between the parts of each step."""
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
+        self.clock = Clock(device)
         self.plain: list[tuple[Any, Any, Any]] = []
         self.sampled: list[tuple[Any, Any, Any]] = []
 
-    def mark(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def medians(self, steps: list[tuple[Any, Any, Any]]) -> tuple[float, float]:
         """Median seconds of the whole step and of its update."""
-        if self.cuda:
-            torch.cuda.synchronize()
-        whole = [self._between(start, end) for start, _, end in steps]
-        update = [self._between(middle, end) for _, middle, end in steps]
+        self.clock.wait()
+        whole = [self.clock.between(start, end) for start, _, end in steps]
+        update = [self.clock.between(middle, end) for _, middle, end in steps]
         return median(whole), median(update)
-
-    def _between(self, start: Any, end: Any) -> float:
-        return float(start.elapsed_time(end)) / 1e3 if self.cuda else float(end - start)
 
 
 def train(settings: Settings) -> Result:
@@ -283,13 +273,13 @@ def _step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     sampled = bool(getattr(optimizer, "samples", False))
     optimizer.zero_grad()
-    start = watch.mark()
+    start = watch.clock.mark()
     logits = model(images)
     loss = functional.cross_entropy(logits, labels)
     loss.backward()
-    middle = watch.mark()
+    middle = watch.clock.mark()
     optimizer.step()
-    (watch.sampled if sampled else watch.plain).append((start, middle, watch.mark()))
+    (watch.sampled if sampled else watch.plain).append((start, middle, watch.clock.mark()))
     return loss.detach(), logits.detach()
 
 
