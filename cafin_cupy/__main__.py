@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--batch-size", type=int, metavar="N", help="default: 64")
     run.add_argument("--seed", type=int, metavar="N", help="of weights, order and shifts; default: 0")
     run.add_argument("--output", type=Path, metavar="PATH", help="PNG of the curves; default: training.png")
+    run.add_argument("--factors", type=Path, metavar="FILE", help="PNG of all factors over the steps (AdaFisher)")
     run.add_argument(
         "--checkpoint",
         type=Path,
