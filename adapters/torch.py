@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from cafin_cupy.arrays import torch_view
 from cafin_cupy.backend import choose_for_all, requested
+from cafin_cupy.curvature import Curvature, look
 from cafin_cupy.errors import BackendError, CafinTypeError, refuse
 from cafin_cupy.factors import Factors
 from cafin_cupy.interrupts import uninterrupted
 from cafin_cupy.layers import Layer
 from cafin_cupy.optimizer import make_factors, owners
 from cafin_cupy.rule import DEFAULT_GAMMA, Averaging, Hyper, flag, whole
+from cafin_cupy.summary import Summary, summarise
 from cafin_cupy.update import ReferenceUpdate
 
 try:
@@ -35,6 +37,7 @@ from .torch_capture import RUN_FIRST, CapturedIteration, check_capture
 from .torch_checks import check_finite, check_model, check_ranks
 from .torch_kinds import register_layer, unregister_layer
 from .torch_layers import attach, find_layers
+from .torch_parts import parts, rates
 from .torch_plan import Plan
 from .torch_scalars import checked_hyper, forget_scale, unscaling
 from .torch_state import copied, go_on_from, take_over, with_factors
@@ -266,6 +269,19 @@ class AdaFisher(torch.optim.Optimizer):
         """
         counts = self._factors.skips()
         return {name: counts[index] for name, _, index, _ in self._modules}
+
+    def summary(self) -> Summary:
+        """Each parameter with its layer, factors and bytes of state: a table to print, and rows of data."""
+        return summarise(f"{type(self).__name__} on the {self.backend} backend", parts(self), self.averaging)
+
+    @torch.no_grad()
+    def curvature(self) -> Curvature:
+        """{parameter name: extremes and mean of F, and how far a step moves it}, as all is now. Waits when first read.
+
+        Raises:
+            CafinError: a scalar has been set to what a step would refuse.
+        """
+        return look(parts(self), self._factors, rates(self, "curvature"))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and what the backward passes that made them have added to the factors' sums."""

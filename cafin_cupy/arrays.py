@@ -272,6 +272,12 @@ def on_device(device: int) -> Any:
     return nullcontext() if cupy.cuda.runtime.getDevice() == device else cupy.cuda.Device(device)
 
 
+def at(array: Any) -> Any:
+    """Context for array code beside `array`, which the reference can compute on; torch finds its device by itself."""
+    place = "cpu" if torch_of(array) is not None else where_is(array)
+    return nullcontext() if isinstance(place, str) else on_device(place)
+
+
 def allocate(like: Any, size: int) -> tuple[Any, int]:
     """(owner, address) of `size` bytes of device memory, from the allocator of the framework that owns `like`: it
     frees in the order of its streams."""
