@@ -42,6 +42,7 @@ from .torch_plan import Plan
 from .torch_scalars import checked_hyper, forget_scale, unscaling
 from .torch_state import copied, go_on_from, take_over, with_factors
 from .torch_warnings import warn_unseen, warn_without_factors
+from .torch_wrappers import itself
 
 __all__ = ["AdaFisher", "AdaFisherW", "register_layer", "unregister_layer"]
 
@@ -155,7 +156,8 @@ class AdaFisher(torch.optim.Optimizer):
     def _factors(self) -> Factors:
         """The factors, made when first needed, on the device where the model is by then."""
         if self._kept_factors is None:
-            self._kept_factors = make_factors(self._layers, self.averaging, self.backend, self._devices())
+            made = make_factors(self._layers, self.averaging, self.backend, self._devices())
+            itself(self)._kept_factors = made
         return self._kept_factors
 
     def _trained(self) -> list[Tensor]:
@@ -181,6 +183,7 @@ class AdaFisher(torch.optim.Optimizer):
 
     @TCov.setter
     def TCov(self, value: int) -> None:
+        self = itself(self)
         self._TCov = whole(type(self).__name__, "TCov", value, 1)
         if hasattr(self, "_taps"):
             self._attach()  # the coming step may have become a sampled one, or ceased to be
@@ -426,8 +429,9 @@ class AdaFisher(torch.optim.Optimizer):
             CafinError: it does not fit, and the message names the first key that does not; nothing has been changed
                 then.
         """
-        take_over(self, state_dict, super().load_state_dict)
-        self._reference.over()
+        optimizer = itself(self)
+        take_over(optimizer, state_dict, super(AdaFisher, optimizer).load_state_dict)
+        optimizer._reference.over()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_copied": copied(self)}
