@@ -155,10 +155,11 @@ class AdaFisher(torch.optim.Optimizer):
     @property
     def _factors(self) -> Factors:
         """The factors, made when first needed, on the device where the model is by then."""
-        if self._kept_factors is None:
-            made = make_factors(self._layers, self.averaging, self.backend, self._devices())
-            itself(self)._kept_factors = made
-        return self._kept_factors
+        kept = self._kept_factors
+        if kept is None:
+            kept = make_factors(self._layers, self.averaging, self.backend, self._devices())
+            itself(self)._kept_factors = kept
+        return kept
 
     def _trained(self) -> list[Tensor]:
         """The parameters that decide on device and backend: those that train, or have."""

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 def itself(optimizer: AdaFisher) -> AdaFisher:
     """The optimizer, also where one of its methods was called on a wrapper of Lightning or Fabric.
 
-    Their wrapper's class inherits from the optimizer's and looks up in the optimizer what it lacks itself. What a method
-    sets would stay with the wrapper, and hide what the optimizer has.
+    Their wrapper's class inherits from the optimizer's, and looks up in the optimizer what it lacks itself. What a
+    method sets would stay with the wrapper, and hide what the optimizer has.
     """
     wrapped: AdaFisher = vars(optimizer).get("_optimizer", optimizer)
     return wrapped
