@@ -8,7 +8,7 @@ hook is attached.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -33,8 +33,9 @@ except ImportError:  # internal to torch, so they may go: then every step looks 
 from .torch_attention import attach_to_attention, leave_interrupted
 from .torch_capture import RUN_FIRST, CapturedIteration, check_capture
 from .torch_checks import check_finite, check_model, check_ranks
+from .torch_groups import Group, check_arguments, groups_of, later_group
 from .torch_kinds import register_layer, unregister_layer
-from .torch_layers import attach, find_layers
+from .torch_layers import attach, find_joined, find_layers
 from .torch_plan import Plan
 from .torch_scalars import checked_hyper, forget_scale, unscaling
 from .torch_state import copied, go_on_from, take_over, with_factors
@@ -76,12 +77,19 @@ class AdaFisher(torch.optim.Optimizer):
         error_if_nonfinite: `step` looks at the gradients first, and on a sampled step at the layers' raw moments, and
             raises a `NonFiniteError` if one is inf or NaN. It waits for the device then, so not with `capturable`. May
             be changed between steps.
+        param_groups: dicts as for other optimizers: scalars of their own, and "params" that are parameters of the model,
+            or their names, or patterns of names with `*`, `?` and `[...]`. What none of them holds makes a last group.
+        maximize: ascend instead of descend.
+        foreach, fused: accepted, and without effect: every step is fused.
+        differentiable: False; steps are not differentiated.
+        others: arguments of other optimizers, such as AdamW's `betas`, which are refused with what to do instead.
 
     Raises:
         CafinError: an argument is refused.
     """
 
     _decoupled = False
+    _building = False  # torch's constructor is adding the groups
     _loading: Any = None  # the `Checkpoint` that load_state_dict is about to take over
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and the inf verdict to `step`
 
@@ -101,9 +109,16 @@ class AdaFisher(torch.optim.Optimizer):
         capturable: bool = False,
         grad_scaler: Any = None,
         error_if_nonfinite: bool = False,
+        param_groups: Sequence[Mapping[str, Any]] | None = None,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
+        **others: Any,
     ) -> None:
         where = type(self).__name__
         check_model(where, model)
+        check_arguments(where, differentiable, others)
         if capturable and error_if_nonfinite:
             refuse(where, "error_if_nonfinite", "be False with capturable=True", True, "a graph cannot wait for it")
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
@@ -118,11 +133,16 @@ class AdaFisher(torch.optim.Optimizer):
         self.error_if_nonfinite = bool(error_if_nonfinite)
         self._requested = backend
         self._reset()
-        self._find_layers()
-        defaults = {"lr": lr, "beta": beta, "Lambda": Lambda, "weight_decay": weight_decay}
+        defaults = Group(lr=lr, beta=beta, Lambda=Lambda, weight_decay=weight_decay, maximize=maximize)
         checked_hyper(self, where, defaults)
+        groups = groups_of(where, model, param_groups)
+        for number, group in enumerate(groups):
+            checked_hyper(self, where, {**defaults, **group}, f"param_groups[{number}]['{{}}']")
         check_ranks(where)
-        super().__init__(list(model.parameters()), defaults)
+        self._find_layers()
+        self._building = True
+        super().__init__(groups, defaults)
+        self._building = False
         unowned = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in self._owners]
         warn_without_factors(where, unowned)
         self._attach()
@@ -190,9 +210,49 @@ class AdaFisher(torch.optim.Optimizer):
         return self._kept_factors is None or not self._kept_factors.refreshed
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer.add_param_group`."""
-        super().add_param_group(param_group)
+        """Let more parameters train, with scalars of their own; "params" as in the argument `param_groups`.
+
+        Layers that have joined the model since the optimizer was made get factors from now on, which start at one; those
+        of the others stay as they are. Parameters that no layer of the model owns are updated with F = 1, and a warning
+        names them.
+
+        Raises:
+            CafinError: the group is refused, or layers have joined between backward and step; nothing has been changed.
+        """
+        where = "add_param_group"
+        if self._building:
+            super().add_param_group(param_group)
+            return
+        group = later_group(where, param_group, self.model, self.param_groups)
+        checked_hyper(self, where, {**self.defaults, **group}, "param_group['{}']")
+        found = find_joined(self.model, self._layers)
+        factors = None if found is None else self._extended(where, found[0], group["params"])
+        super().add_param_group(group)
         self._plan = None
+        if found is not None:
+            _detach(self._taps)
+            self._layers, self._modules = found
+            self._kept_factors, self._owners = factors, owners(self._layers)
+            self._attach()
+        lacking = {id(p) for p in group["params"] if p.requires_grad and id(p) not in self._owners}
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        warn_without_factors(where, [names.get(key, "what the model does not hold") for key in lacking])
+
+    def _extended(self, where: str, layers: list[Layer], joining: Sequence[Tensor]) -> Factors | None:
+        """Factors of `layers`, the first of which have some; None as long as nobody has needed any."""
+        old = self._kept_factors
+        if old is None:
+            return None
+        if old.pending:
+            mend = "call step() or zero_grad() first"
+            refuse(where, "model", "get layers between steps", "one between backward and step", mend)
+        devices = self._devices() | {torch_view(p, where, "params").device for p in joining}
+        factors = make_factors(layers, self.averaging, self.backend, devices)
+        for index in range(len(old.layers)):
+            factors.load(index, old.H[index], old.S[index])
+            factors.skipped[index][...] = old.skipped[index]
+        factors.refreshed = old.refreshed
+        return factors
 
     # Factors
 
@@ -414,6 +474,7 @@ class AdaFisher(torch.optim.Optimizer):
         state = dict(state)
         ours = state.pop("_copied", None)
         super().__setstate__(state)
+        self.param_groups = [Group(group) for group in self.param_groups]
         self._plan = None
         if self._loading is not None:  # load_state_dict comes by here too, between its hooks
             self._loading.install(self)

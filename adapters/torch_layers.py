@@ -32,12 +32,32 @@ def find_layers(model: nn.Module) -> tuple[list[Layer], list[tuple[str, nn.Modul
     for name, module, layer in described:
         if layer.counted and id(layer.weight) in multiplied:
             continue
-        key = (type(layer), id(layer.weight), id(layer.bias), getattr(layer, "groups", 1))
+        key = identity(layer)
         if key not in shared:
             shared[key] = len(layers)
             layers.append(layer)
         modules.append((layer.name or name, module, shared[key], layer))
     return layers, modules
+
+
+def identity(layer: Layer) -> Any:
+    """What layers have in common that share factors."""
+    return type(layer), id(layer.weight), id(layer.bias), getattr(layer, "groups", 1)
+
+
+def find_joined(
+    model: nn.Module, known: list[Layer]
+) -> tuple[list[Layer], list[tuple[str, nn.Module, int, Layer]]] | None:
+    """`find_layers` of a model to which layers may have been added: those that are `known` keep their places, and the
+    others come behind them. None if there are no others."""
+    layers, modules = find_layers(model)
+    places = {identity(layer): place for place, layer in enumerate(known)}
+    joined = [layer for layer in layers if identity(layer) not in places]
+    if not joined:
+        return None
+    places.update((identity(layer), place) for place, layer in enumerate(joined, len(known)))
+    moved = [(name, module, places[identity(layers[index])], layer) for name, module, index, layer in modules]
+    return [*known, *joined], moved
 
 
 def attach(optimizer: Any) -> Iterator[Any]:

@@ -47,8 +47,11 @@ def forget_scale(optimizer: AdaFisher) -> None:
 
 def checked_hyper(optimizer: AdaFisher, where: str, group: Mapping[str, Any], path: str = "{}") -> Hyper:
     """The scalars of a parameter group, which errors call by `path`; those that were checked before are looked up."""
-    key = lr, beta, Lambda, weight_decay = (group["lr"], group["beta"], group["Lambda"], group["weight_decay"])
+    lr, beta, Lambda, weight_decay = group["lr"], group["beta"], group["Lambda"], group["weight_decay"]
+    maximize = group["maximize"]
+    key = lr, beta, Lambda, weight_decay, maximize
     plain = type(lr) in _PLAIN and type(beta) in _PLAIN and type(Lambda) in _PLAIN and type(weight_decay) in _PLAIN
+    plain = plain and type(maximize) is bool
     known = optimizer._hypers.get(key) if plain else None
     if known is not None:
         return known
@@ -62,7 +65,7 @@ def checked_hyper(optimizer: AdaFisher, where: str, group: Mapping[str, Any], pa
                 continue
             got = f"a tensor on {group[name].device}"
             refuse(where, path.format(name), "be a number or a CPU tensor", got, "pass .item()")
-    hyper = Hyper.checked(where, lr, beta, Lambda, weight_decay, optimizer._decoupled, path)
+    hyper = Hyper.checked(where, lr, beta, Lambda, weight_decay, optimizer._decoupled, path, maximize)
     if plain:
         if len(optimizer._hypers) > 1000:  # a schedule makes new ones with every step
             optimizer._hypers.clear()

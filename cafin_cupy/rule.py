@@ -110,6 +110,7 @@ class Hyper:
         Lambda: damping added to `S[r] * H[c]`, > 0.
         weight_decay: >= 0.
         decoupled: False adds `weight_decay * p` to the gradient (AdaFisher), True shrinks `p` apart (AdaFisherW).
+        maximize: True takes the gradient with the opposite sign, and so ascends.
     """
 
     lr: float
@@ -117,6 +118,11 @@ class Hyper:
     Lambda: float
     weight_decay: float
     decoupled: bool
+    maximize: bool = False
+
+    def scale(self, grad_scale: float) -> float:
+        """What the gradient is divided by: the scale that it has, with the sign that the step wants."""
+        return -grad_scale if self.maximize else grad_scale
 
     @property
     def l2(self) -> float:
@@ -138,6 +144,7 @@ class Hyper:
         weight_decay: object,
         decoupled: bool,
         path: str = "{}",
+        maximize: object = False,
     ) -> Hyper:
         """The scalars, or a `CafinError` that calls the first bad one by `path`."""
 
@@ -151,6 +158,8 @@ class Hyper:
         b = number(where, path.format("beta"), beta)
         if not 0.0 <= b < 1.0:
             refuse(where, path.format("beta"), "lie in [0, 1)", b)
+        if not isinstance(maximize, bool):
+            refuse(where, path.format("maximize"), "be True or False", repr(maximize), kind=CafinTypeError)
         damping = scalar("Lambda", Lambda, strict=True, mend="it keeps the preconditioner above 0")
         at_least(where, path.format("Lambda"), damping, SMALLEST, mend="float32 knows no smaller normal number")
-        return cls(rate, b, damping, scalar("weight_decay", weight_decay), bool(decoupled))
+        return cls(rate, b, damping, scalar("weight_decay", weight_decay), bool(decoupled), maximize)
