@@ -38,7 +38,7 @@ from .torch_kinds import register_layer, unregister_layer
 from .torch_layers import attach, find_joined, find_layers
 from .torch_plan import Plan
 from .torch_scalars import checked_hyper, forget_scale, unscaling
-from .torch_state import copied, go_on_from, take_over, with_factors
+from .torch_state import copied, go_on_from, take_momentum, take_over, with_factors
 from .torch_warnings import warn_unseen, warn_without_factors
 
 __all__ = ["AdaFisher", "AdaFisherW", "register_layer", "unregister_layer"]
@@ -77,8 +77,9 @@ class AdaFisher(torch.optim.Optimizer):
         error_if_nonfinite: `step` looks at the gradients first, and on a sampled step at the layers' raw moments, and
             raises a `NonFiniteError` if one is inf or NaN. It waits for the device then, so not with `capturable`. May
             be changed between steps.
-        param_groups: dicts as for other optimizers: scalars of their own, and "params" that are parameters of the model,
-            or their names, or patterns of names with `*`, `?` and `[...]`. What none of them holds makes a last group.
+        param_groups: dicts as for other optimizers: scalars of their own, and "params" that are parameters of the
+            model, or names of them, or patterns of names with `*`, `?` and `[...]`. What none of them holds makes a
+            last group.
         maximize: ascend instead of descend.
         foreach, fused: accepted, and without effect: every step is fused.
         differentiable: False; steps are not differentiated.
@@ -212,9 +213,9 @@ class AdaFisher(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Let more parameters train, with scalars of their own; "params" as in the argument `param_groups`.
 
-        Layers that have joined the model since the optimizer was made get factors from now on, which start at one; those
-        of the others stay as they are. Parameters that no layer of the model owns are updated with F = 1, and a warning
-        names them.
+        Layers that have joined the model since the optimizer was made get factors from now on, which start at one;
+        those of the others stay as they are. Parameters that no layer of the model owns are updated with F = 1, and a
+        warning names them.
 
         Raises:
             CafinError: the group is refused, or layers have joined between backward and step; nothing has been changed.
@@ -395,7 +396,7 @@ class AdaFisher(torch.optim.Optimizer):
         grads = plan.gradients()
         if self.error_if_nonfinite:
             check_finite(self, plan, grads, loss_scale)
-        refresh = self._refresh(loss_scale) if self.samples else None
+        refresh = self._refresh(hypers, loss_scale) if self.samples else None
         plan.update(self, hypers, grads, grad_scale, refresh, capturing)
         return loss
 
@@ -428,13 +429,14 @@ class AdaFisher(torch.optim.Optimizer):
 
     _watched_step = torch.optim.Optimizer.profile_hook_step(_step)  # calls hooks, and tells the profiler
 
-    def _refresh(self, loss_scale: float) -> Callable[[], None] | None:
+    def _refresh(self, hypers: list[Hyper], loss_scale: float) -> Callable[[], None] | None:
         """See `Factors.ready`."""
         check_ranks("step")
         unseen = [
             name for name, _, index, layer in self._modules if index not in self._seen and layer.weight.grad is not None
         ]
-        if unseen and not self._warned:
+        moves = any(hyper.lr or isinstance(group["lr"], Tensor) for hyper, group in zip(hypers, self.param_groups))
+        if unseen and not self._warned and moves:  # torch.distributed.checkpoint steps with an lr of 0
             self._warned = True
             warn_unseen(type(self).__name__, unseen)
         return self._factors.ready(loss_scale)
@@ -443,6 +445,10 @@ class AdaFisher(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The keys of the public implementation: `state`, `param_groups`, `steps`, `H_D`, `S_D` (in module order).
+
+        Names are in it, too: `param_names` in each group, and in the first one `steps` and, by layer, `factors`: the
+        same tensors again. So it may be loaded into a model of another order of modules, and
+        `torch.distributed.checkpoint` passes it on whole.
 
         The tensors are the optimizer's own, not copies. Between backward and step it is the state after the last step:
         what the backward pass has added is in it no more than gradients are, and a resumed run repeats the iteration.
@@ -458,6 +464,9 @@ class AdaFisher(torch.optim.Optimizer):
         """Take over a `state_dict` of this class or of the public implementation. The caller's dict is not changed;
         `skipped_refreshes` starts at 0, as the format has no room for it.
 
+        Parameters and layers are found by their names, whatever `DistributedDataParallel` and `torch.compile` have put
+        before them. Where the dict has no names, or none that the model has, they are taken in their order.
+
         Momentum takes the dtype of its parameter; that of a 16-bit parameter keeps its own.
 
         Raises:
@@ -466,6 +475,19 @@ class AdaFisher(torch.optim.Optimizer):
         """
         take_over(self, state_dict, super().load_state_dict)
         self._reference.over()
+
+    def load_momentum(self, state_dict: Mapping[str, Any]) -> None:
+        """Start from the momentum of another optimizer: `exp_avg` and `step` of a state dict of Adam, AdamW or the
+        like, for the parameters that it knows. Nothing else is taken over, and factors start as ever.
+
+        Parameters are found by `param_names` where the dict has them; else by their order in equal groups, or in
+        `model.parameters()` if the dict has one group.
+
+        Raises:
+            CafinError: it does not fit; nothing has been changed then.
+        """
+        take_momentum(self, state_dict)
+        self._plan = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_copied": copied(self)}

@@ -45,12 +45,10 @@ class Group(dict[str, Any]):
         super().__setitem__("beta" if key == "momentum" else key, value)
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        return super().get("beta" if key == "momentum" else key, default)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
+        return super().setdefault("beta" if key == "momentum" else key, default)
 
     def update(self, *given: Any, **more: Any) -> None:  # type: ignore[override]
         for key, value in dict(*given, **more).items():
@@ -101,7 +99,8 @@ def own_group(where: str, name: str, group: Any, model: nn.Module) -> Group:
 def named(where: str, path: str, pattern: str, model: nn.Module) -> list[Tensor]:
     """The parameters of that name, or whose names match the pattern."""
     every = list(model.named_parameters(remove_duplicate=False))  # a tied one has several names
-    found = [p for name, p in every if name == pattern] or [p for name, p in every if fnmatchcase(name, pattern)]
+    found: list[Tensor] = [p for name, p in every if name == pattern]
+    found = found or [p for name, p in every if fnmatchcase(name, pattern)]
     if not found:
         names = [name for name, _ in every]
         shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
