@@ -155,6 +155,8 @@ class AdaFisher(torch.optim.Optimizer):
         self._kept_factors: Factors | None = None
         self._plan: Plan | None = None
         self._taps: list[Any] = []
+        self._gates: list[Any] = []  # those of them that open and close
+        self._compiled = False  # layers of the model have been traced by torch.compile
         weakref.finalize(self, _detach, self._taps)
         self._captured: list[Plan] = []  # what CUDA graphs read
         self._warned = False
@@ -231,7 +233,7 @@ class AdaFisher(torch.optim.Optimizer):
         super().add_param_group(group)
         self._plan = None
         if found is not None:
-            _detach(self._taps)
+            self._detach()
             self._layers, self._modules = found
             self._kept_factors, self._owners = factors, owners(self._layers)
             self._attach()
@@ -257,26 +259,33 @@ class AdaFisher(torch.optim.Optimizer):
 
     # Factors
 
-    def _attach(self) -> None:
-        """Hooks live on sampled steps only."""
+    def _attach(self, waiting: bool = False) -> None:
+        """Hooks live on sampled steps only; in a compiled model they stay, closed. So they do `waiting` for a model's
+        first call after the optimizer was made or loaded, as that may be the one that is compiled."""
         if self._taps:
             leave_interrupted()
-        if self.samples == bool(self._taps):
-            return
-        with uninterrupted():  # a hook without its handle would stay, and count its layer twice
-            if self._taps:
-                _detach(self._taps)
-                return
-            for handle in chain(attach(self), attach_to_attention(self)):
-                self._taps.append(handle)
+        wanted, sampled = self.samples or self._compiled or waiting, self.samples
+        if wanted != bool(self._taps):
+            with uninterrupted():  # a hook without its handle would stay, and count its layer twice
+                if wanted:
+                    for handle in chain(attach(self), attach_to_attention(self)):
+                        self._taps.append(handle)
+                else:
+                    self._detach()
+        for tap in self._gates:
+            tap.open = sampled
+
+    def _detach(self) -> None:
+        _detach(self._taps)
+        self._gates.clear()
 
     def prepare(self) -> None:
         """Make the factors and compile the kernels now, rather than in autograd's thread."""
         if self._kept_factors is None:
             self._factors  # noqa: B018
 
-    def _receive(self, index: int, h: Tensor, s: Tensor, layer: Layer | None) -> None:
-        """From backward: a layer's input and output gradient."""
+    def _receive(self, index: int, h: Tensor, s: Tensor, layer: Layer | None, at_once: bool = False) -> None:
+        """From backward: a layer's input and output gradient, to be read `at_once` if their memory is used again."""
         if not self.samples:  # a late backward through a graph of an earlier, sampled step
             return
         capturing = h.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -293,7 +302,7 @@ class AdaFisher(torch.optim.Optimizer):
             h, s = h.resolve_neg(), s.resolve_neg()
             h = h if h.dtype in _READ_BY_KERNELS or not h.is_floating_point() else h.float()
             s = s if s.dtype in _READ_BY_KERNELS else s.float()
-        if self._defers():
+        if not at_once and self._defers():
             factors.defer(index, h, s, layer)
         else:
             factors.accumulate(index, h, s, layer)
@@ -324,6 +333,9 @@ class AdaFisher(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and what the backward passes that made them have added to the factors' sums."""
+        if torch.compiler.is_compiling():
+            _outside(type(self).zero_grad, self, set_to_none)
+            return
         super().zero_grad(set_to_none)
         if self._kept_factors is not None:
             self._kept_factors.discard()
@@ -352,6 +364,8 @@ class AdaFisher(torch.optim.Optimizer):
                 reference backend, or before another GPU of a model on several failed.
             NonFiniteError: see `error_if_nonfinite`; nothing has been changed then.
         """
+        if torch.compiler.is_compiling():
+            return _outside(type(self).step, self, closure)
         own = type(self).step
         try:
             if own is not AdaFisher.step and getattr(own, "hooked", None) is True:  # torch has wrapped a subclass's
@@ -403,12 +417,12 @@ class AdaFisher(torch.optim.Optimizer):
     def _checked_hypers(self) -> list[Hyper]:
         return [checked_hyper(self, "step", group) for group in self.param_groups]
 
-    def _count_steps(self, steps: int) -> None:
+    def _count_steps(self, steps: int, waiting: bool = False) -> None:
         self.steps = steps
         if self._kept_factors is not None:
             self._kept_factors.refreshed = False
-        if self._taps or self.samples:
-            self._attach()
+        if self._taps or waiting or self.samples:
+            self._attach(waiting)
 
     def capture(self, iteration: Callable[[], Any]) -> CapturedIteration:
         """A function that trains as `iteration` does, replayed from CUDA graphs; needs `capturable=True`.
@@ -508,6 +522,12 @@ class AdaFisherW(AdaFisher):
     """AdaFisher with decoupled weight decay: `p <- p - lr (m / (1 - beta^t) / F + wd p)`. See `AdaFisher`."""
 
     _decoupled = True
+
+
+@torch.compiler.disable
+def _outside(call: Callable[..., Any], *args: Any) -> Any:
+    """Within a function that is compiled: a step is no part of its graphs."""
+    return call(*args)
 
 
 def _detach(taps: list[Any]) -> None:

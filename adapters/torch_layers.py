@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cafin_cupy.layers import Layer
 
+from . import torch_compiled
 from .torch_kinds import Kind, kind_of
 
 
@@ -65,7 +66,8 @@ def attach(optimizer: Any) -> Iterator[Any]:
     for _, module, index, layer in optimizer._modules:
         kind = kind_of(module)
         if kind is not None and not kind.lends:
-            tap = Tap(optimizer, index, layer, kind)
+            tap = Tap(optimizer, index, layer, kind, module)
+            optimizer._gates.append(tap)
             yield module.register_forward_hook(tap, with_kwargs=True)
 
 
@@ -76,26 +78,34 @@ def counts(optimizer: Any, module: nn.Module) -> bool:
 
 
 class Tap:
-    """Forward hook of one layer, which catches its input and output gradient.
+    """Forward hook of one layer, which catches its input and output gradient as long as it is `open`.
 
     In a copied or unpickled model it removes itself at the first call: a copy trains with its own optimizer.
     """
 
-    def __init__(self, optimizer: Any = None, index: int = 0, layer: Any = None, kind: Any = None) -> None:
+    def __init__(
+        self, optimizer: Any = None, index: int = 0, layer: Any = None, kind: Any = None, module: Any = None
+    ) -> None:
         self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
         self.index: int = index
         self.layer: Layer = layer
         self.kind: Kind = kind
+        self.open = True
+        self._module = weakref.ref(module) if module is not None else lambda: None
+        self.key = torch_compiled.key_of(self)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """The input is looked at only when the gradient is known, so a forward without a backward leaves no trace, and
         a recomputed forward (activation checkpointing) does not count twice. A hook on the output tensor, unlike a full
         backward hook, bears in-place operations behind the layer and inputs without gradient."""
+        if torch.compiler.is_compiling():
+            torch_compiled.trace(self, module, args, kwargs, output)
+            return
         optimizer = self._optimizer()
         if optimizer is None:
             self._remove(module)
             return
-        if counts(optimizer, module):
+        if self.open and counts(optimizer, module):
             self.watch(optimizer, module, *self.kind.take(module, args, kwargs, output))
 
     @property

@@ -125,7 +125,7 @@ class Checkpoint:
             optimizer._factors.restart(index)
         optimizer._factors.count_from(None)
         optimizer._factors.discard()
-        optimizer._count_steps(self.steps)
+        optimizer._count_steps(self.steps, waiting=True)
 
 
 def of_adam(given: Any) -> bool:
@@ -188,7 +188,7 @@ def go_on_from(optimizer: AdaFisher, ours: tuple[Any, ...]) -> None:
     for index, pair in enumerate(zip(H, S)):
         optimizer._factors.load(index, *pair)
     optimizer._factors.count_from(skipped)
-    optimizer._attach()
+    optimizer._attach(waiting=True)
 
 
 def _checked_groups(optimizer: AdaFisher, groups: Any) -> Any:
