@@ -33,9 +33,10 @@ except ImportError:  # internal to torch, so they may go: then every step looks 
 from .torch_attention import attach_to_attention, leave_interrupted
 from .torch_capture import RUN_FIRST, CapturedIteration, check_capture
 from .torch_checks import check_finite, check_model, check_ranks
-from .torch_groups import Group, check_arguments, groups_of, later_group
+from .torch_groups import Group, check_arguments, groups_of
+from .torch_joining import join
 from .torch_kinds import register_layer, unregister_layer
-from .torch_layers import attach, find_joined, find_layers
+from .torch_layers import attach, find_layers
 from .torch_plan import Plan
 from .torch_scalars import checked_hyper, forget_scale, unscaling
 from .torch_state import copied, go_on_from, take_momentum, take_over, with_factors
@@ -222,40 +223,11 @@ class AdaFisher(torch.optim.Optimizer):
         Raises:
             CafinError: the group is refused, or layers have joined between backward and step; nothing has been changed.
         """
-        where = "add_param_group"
         if self._building:
             super().add_param_group(param_group)
-            return
-        group = later_group(where, param_group, self.model, self.param_groups)
-        checked_hyper(self, where, {**self.defaults, **group}, "param_group['{}']")
-        found = find_joined(self.model, self._layers)
-        factors = None if found is None else self._extended(where, found[0], group["params"])
-        super().add_param_group(group)
-        self._plan = None
-        if found is not None:
-            self._detach()
-            self._layers, self._modules = found
-            self._kept_factors, self._owners = factors, owners(self._layers)
-            self._attach()
-        lacking = {id(p) for p in group["params"] if p.requires_grad and id(p) not in self._owners}
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        warn_without_factors(where, [names.get(key, "what the model does not hold") for key in lacking])
-
-    def _extended(self, where: str, layers: list[Layer], joining: Sequence[Tensor]) -> Factors | None:
-        """Factors of `layers`, the first of which have some; None as long as nobody has needed any."""
-        old = self._kept_factors
-        if old is None:
-            return None
-        if old.pending:
-            mend = "call step() or zero_grad() first"
-            refuse(where, "model", "get layers between steps", "one between backward and step", mend)
-        devices = self._devices() | {torch_view(p, where, "params").device for p in joining}
-        factors = make_factors(layers, self.averaging, self.backend, devices)
-        for index in range(len(old.layers)):
-            factors.load(index, old.H[index], old.S[index])
-            factors.skipped[index][...] = old.skipped[index]
-        factors.refreshed = old.refreshed
-        return factors
+        else:
+            join(self, param_group, super().add_param_group)
+            self._plan = None
 
     # Factors
 
@@ -264,16 +236,19 @@ class AdaFisher(torch.optim.Optimizer):
         first call after the optimizer was made or loaded, as that may be the one that is compiled."""
         if self._taps:
             leave_interrupted()
-        wanted, sampled = self.samples or self._compiled or waiting, self.samples
-        if wanted != bool(self._taps):
-            with uninterrupted():  # a hook without its handle would stay, and count its layer twice
-                if wanted:
-                    for handle in chain(attach(self), attach_to_attention(self)):
-                        self._taps.append(handle)
-                else:
-                    self._detach()
-        for tap in self._gates:
-            tap.open = sampled
+        sampled = self.samples
+        wanted = sampled or self._compiled or waiting
+        stale = bool(self._gates) and self._gates[0].open is not sampled
+        if wanted == bool(self._taps) and not stale:
+            return
+        with uninterrupted():  # a hook without its handle would stay, and count its layer twice
+            if not wanted:
+                self._detach()
+            elif not self._taps:
+                for handle in chain(attach(self), attach_to_attention(self)):
+                    self._taps.append(handle)
+            for tap in self._gates:
+                tap.open = sampled
 
     def _detach(self) -> None:
         _detach(self._taps)

@@ -132,22 +132,6 @@ def groups_of(where: str, model: nn.Module, groups: Sequence[Any] | None) -> lis
     return [*made, Group(params=rest)] if rest else made
 
 
-def later_group(where: str, group: Any, model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Group:
-    """A group for `add_param_group`, which may hold what is not of the model."""
-    made = own_group(where, "param_group", group, model)
-    taken = {id(p) for other in groups for p in other["params"]}
-    for p in made["params"]:
-        if id(p) in taken:
-            got, mend = f"one of shape {tuple(p.shape)} that another group holds", "take it out there first"
-            refuse(where, "param_group['params']", "hold new parameters", got, mend)
-        if not (p.is_leaf or p.retains_grad):
-            refuse(where, "param_group['params']", "hold parameters", "the result of an operation")
-        if not p.is_floating_point() or p.is_meta:
-            rule = "hold real floating-point tensors in memory"
-            refuse(where, "param_group['params']", rule, f"{p.dtype} on {p.device}", "convert it first")
-    return made
-
-
 def unwrapped_prefix(model: nn.Module) -> str:
     """What `DistributedDataParallel`, `DataParallel` and `torch.compile` put before each name."""
     prefix = ""

@@ -156,9 +156,9 @@ def take_momentum(optimizer: AdaFisher, given: Any) -> None:
         entry = given["state"].get(index)
         if entry:
             name = f"state[{index!r}]"
-            _mapping(name, entry, ENTRY, mend)
-            count = _count(f"{name}['step']", entry["step"])
-            _numbers(f"{name}['exp_avg']", entry["exp_avg"], tuple(p.shape))
+            _mapping(name, entry, ENTRY, mend, where)
+            count = _count(f"{name}['step']", entry["step"], where)
+            _numbers(f"{name}['exp_avg']", entry["exp_avg"], tuple(p.shape), where=where)
             entries[p] = {"step": count, "exp_avg": _momentum(p, entry["exp_avg"])}
     optimizer.state.update(entries)
 
@@ -273,30 +273,30 @@ def _checked_factors(key: str, given: Any, sizes: Sequence[tuple[str, int]]) -> 
     return list(given)
 
 
-def _mapping(name: str, value: Any, keys: Sequence[str] = (), mend: str = MEND) -> None:
+def _mapping(name: str, value: Any, keys: Sequence[str] = (), mend: str = MEND, where: str = WHERE) -> None:
     if not isinstance(value, Mapping):
-        refuse(WHERE, name, "be a mapping", type(value).__name__, MEND, CafinTypeError)
+        refuse(where, name, "be a mapping", type(value).__name__, MEND, CafinTypeError)
     for key in keys:
         if key not in value:
-            refuse(WHERE, name, f"have the key {key!r}", sorted(map(str, value)), mend)
+            refuse(where, name, f"have the key {key!r}", sorted(map(str, value)), mend)
 
 
-def _count(name: str, value: Any) -> int:
+def _count(name: str, value: Any, where: str = WHERE) -> int:
     """A number of steps, which the device counts in 64 bits."""
-    count = whole(WHERE, name, value, 0)
+    count = whole(where, name, value, 0)
     if count >= 2**62:
-        refuse(WHERE, name, f"be a number of steps, below {2**62}", count)
+        refuse(where, name, f"be a number of steps, below {2**62}", count)
     return count
 
 
-def _numbers(name: str, value: Any, shape: tuple[int, ...], of: str = "") -> None:
+def _numbers(name: str, value: Any, shape: tuple[int, ...], of: str = "", where: str = WHERE) -> None:
     """Refuse what is not a dense tensor of real floating-point numbers in memory."""
     if not isinstance(value, Tensor):
-        refuse(WHERE, name, f"be a tensor of shape {shape}{of}", type(value).__name__, kind=CafinTypeError)
+        refuse(where, name, f"be a tensor of shape {shape}{of}", type(value).__name__, kind=CafinTypeError)
     if value.is_nested or wraps_others(value) or value.layout is not torch.strided or value.is_meta:
         got = f"{type(value).__name__} of layout {value.layout} on {value.device}"
-        refuse(WHERE, name, "be a dense tensor in memory", got)
+        refuse(where, name, "be a dense tensor in memory", got)
     if tuple(value.shape) != shape:
-        refuse(WHERE, name, f"be a tensor of shape {shape}{of}", tuple(value.shape))
+        refuse(where, name, f"be a tensor of shape {shape}{of}", tuple(value.shape))
     if value.dtype not in FLOATS:
-        refuse(WHERE, name, "hold real floating-point numbers", value.dtype)
+        refuse(where, name, "hold real floating-point numbers", value.dtype)
