@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+SECONDS ?= 600
 PYTEST_ARGS ?= -n auto --maxprocesses=4
 PY := $(VENV)/bin/python
+FUZZ := PYTHONPATH=tests $(PY) -m fuzz
 
 # The CUDA version of the driver picks the CuPy wheels. `make GPU=cuda12 train` overrules it, `GPU=` goes without.
 GPU := $(shell v=$$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Za-z ]*Version *: *\([0-9][0-9]*\).*/\1/p' | head -n 1); \
@@ -22,9 +24,9 @@ SERVES_test := train bench
 SERVES_check := train bench test
 
 # The tests run in several processes; threads on top of them would only wait for each other.
-test emulate sanitize check package: export OMP_NUM_THREADS := 1
+test emulate fuzz sanitize check package: export OMP_NUM_THREADS := 1
 
-.PHONY: help train doctor bench test emulate sanitize resources check package clean
+.PHONY: help train doctor bench test emulate fuzz sanitize resources check package clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -42,9 +44,13 @@ bench: $(VENV)/.for-bench ## measure against the other optimizers on this machin
 test: $(VENV)/.for-test ## run the tests; where there is no GPU, those of the kernels run on an emulated one
 	$(PY) -m pytest $(PYTEST_ARGS) $(ARGS)
 	$(if $(ARGS),,$(MAKE) emulate)
+	$(if $(ARGS),,$(FUZZ) --seed 1 --rounds 25)
 
 emulate: $(VENV)/.for-test ## run the tests of the kernels on an emulated GPU; PyTorch's need a real one
 	PYTHONPATH=tests $(PY) -m emulation $(PYTEST_ARGS) $(ARGS)
+
+fuzz: $(VENV)/.for-test ## call the public functions at random; SECONDS=3600 looks longer, ARGS='--seed 1' chooses the calls
+	$(FUZZ) --seconds $(SECONDS) $(ARGS)
 
 sanitize: $(VENV)/.for-test ## run the tests of the kernels on a GPU under the tools of compute-sanitizer
 	PYTHONPATH=tests $(PY) -m sanitize $(PYTEST_ARGS) $(ARGS)
@@ -58,6 +64,7 @@ check: $(VENV)/.for-check ## format, lint, types, tests, then the tests again on
 	$(PY) -m mypy cafin_cupy adapters bench
 	$(PY) -m pytest $(PYTEST_ARGS)
 	$(MAKE) emulate
+	$(FUZZ) --seed 1 --rounds 25
 	$(MAKE) package
 
 # The sources are deleted from the unpacked sdist, so its tests can only find the installed wheel. The second

@@ -22,7 +22,7 @@ from cafin_cupy.factors import Factors
 from cafin_cupy.interrupts import uninterrupted
 from cafin_cupy.layers import Layer
 from cafin_cupy.optimizer import make_factors, owners
-from cafin_cupy.rule import DEFAULT_GAMMA, Averaging, Hyper, whole
+from cafin_cupy.rule import DEFAULT_GAMMA, Averaging, Hyper, flag, whole
 from cafin_cupy.update import ReferenceUpdate
 
 try:
@@ -121,6 +121,8 @@ class AdaFisher(torch.optim.Optimizer):
         where = type(self).__name__
         check_model(where, model)
         check_arguments(where, differentiable, others)
+        capturable = flag(where, "capturable", capturable)
+        error_if_nonfinite = flag(where, "error_if_nonfinite", error_if_nonfinite)
         if capturable and error_if_nonfinite:
             refuse(where, "error_if_nonfinite", "be False with capturable=True", True, "a graph cannot wait for it")
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
@@ -130,9 +132,9 @@ class AdaFisher(torch.optim.Optimizer):
         self.averaging = Averaging.named(averaging, gamma)
         self.model = model
         self.steps = 0
-        self.capturable = bool(capturable)
+        self.capturable = capturable
         self.grad_scaler = grad_scaler
-        self.error_if_nonfinite = bool(error_if_nonfinite)
+        self.error_if_nonfinite = error_if_nonfinite
         self._requested = backend
         self._reset()
         defaults = Group(lr=lr, beta=beta, Lambda=Lambda, weight_decay=weight_decay, maximize=maximize)
@@ -373,6 +375,9 @@ class AdaFisher(torch.optim.Optimizer):
             self._factors.discard()
             return loss
         grad_scale, loss_scale = verdict
+        hypers = self._checked_hypers()  # before a new plan makes state
+        if self.error_if_nonfinite:
+            check_finite(self, loss_scale)
         plan = self._plan
         if plan is None or not plan.valid(self):
             if capturing:
@@ -381,10 +386,7 @@ class AdaFisher(torch.optim.Optimizer):
         if capturing:
             self._captured.append(plan)  # a replay reads its tables
             plan.expect_capture()
-        hypers = self._checked_hypers()
         grads = plan.gradients()
-        if self.error_if_nonfinite:
-            check_finite(self, plan, grads, loss_scale)
         refresh = self._refresh(hypers, loss_scale) if self.samples else None
         plan.update(self, hypers, grads, grad_scale, refresh, capturing)
         return loss

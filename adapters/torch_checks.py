@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cafin_cupy.arrays import refuse_without_memory, wraps_others
 from cafin_cupy.errors import BackendError, CafinTypeError, refuse
@@ -14,7 +13,6 @@ from cafin_cupy.nonfinite import raw_moments, refuse_nonfinite
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
-    from .torch_plan import Plan
 
 
 def check_model(where: str, model: Any) -> None:
@@ -45,11 +43,13 @@ def check_ranks(where: str) -> None:
         )
 
 
-def check_finite(optimizer: AdaFisher, plan: Plan, grads: Sequence[Tensor | None], loss_scale: float) -> None:
+def check_finite(optimizer: AdaFisher, loss_scale: float) -> None:
     """For `error_if_nonfinite`: refuse a step whose gradients, or on a sampled step raw moments, hold an inf or a NaN.
     Waits for the device."""
+    names = {id(p): name for name, p in optimizer.model.named_parameters()}
+    every = (p for group in optimizer.param_groups for p in group["params"])
     named: list[tuple[str, Any]] = [
-        (f"gradient of {plan._name(p)}", g) for p, g in zip(plan.params, grads) if g is not None
+        (f"gradient of {names.get(id(p), 'params')}", p.grad) for p in every if p.grad is not None
     ]
     if optimizer.samples:
         named += raw_moments(optimizer._factors, loss_scale)

@@ -203,8 +203,7 @@ class Plan:
         for k, (p, g, mine, wanted) in enumerate(zip(self.params, found, traits(found), self.traits)):
             if g is None:
                 continue
-            address = g.data_ptr()
-            if mine != wanted or not address or address % g.element_size():
+            if mine != wanted or not g.data_ptr() or g.data_ptr() % g.element_size():  # a sparse one has no address
                 grads[k] = self._fitting(p, g)
         self._apart(grads)
         self.complete = all(g is not None for g in grads)

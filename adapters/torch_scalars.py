@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cafin_cupy.errors import refuse
-from cafin_cupy.rule import Hyper
+from cafin_cupy.rule import Hyper, at_least
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -29,15 +29,20 @@ def unscaling(optimizer: AdaFisher) -> tuple[float, float] | None:
         return None
     scale = getattr(optimizer, "grad_scale", None)
     if scale is not None:
-        return float(scale), float(scale)
+        scale = _checked_scale(scale)
+        return scale, scale
     if optimizer.samples and optimizer._kept_factors is not None and optimizer._kept_factors.pending:
         if optimizer.grad_scaler is None:
             refuse(
                 "step", "grad_scaler", "be known where unscale_ is called before step", "None",
                 f"construct {type(optimizer).__name__}(model, ..., grad_scaler=scaler)",
             )  # fmt: skip
-        return 1.0, float(optimizer.grad_scaler.get_scale())
+        return 1.0, _checked_scale(optimizer.grad_scaler.get_scale())
     return 1.0, 1.0
+
+
+def _checked_scale(scale: Any) -> float:
+    return at_least("step", "scale of the GradScaler", scale, 0.0, strict=True)
 
 
 def forget_scale(optimizer: AdaFisher) -> None:

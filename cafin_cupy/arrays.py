@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple, NoReturn
+
+import numpy
 
 from . import forks
 from .errors import CafinTypeError, refuse
@@ -106,28 +107,35 @@ def known(array: Any, where: str, name: str) -> Any:
     if torch_of(array) is not None:
         refuse_without_memory(array, where, name)
         return array.detach()
-    if is_array_api_obj(array):
+    if isinstance(array, numpy.generic):  # a sum, say: to be read, not written
+        array = numpy.asarray(array)
+        array.flags.writeable = False
         return array
+    instance = not isinstance(array, type)  # a class has the attributes too
+    if instance and is_array_api_obj(array) and not str(array.dtype).startswith("key"):  # JAX's keys have no memory
+        return array
+    if not instance or not (hasattr(array, "__cuda_array_interface__") or hasattr(array, "__dlpack_device__")):
+        rule = "be an array with __dlpack__ or __cuda_array_interface__"
+        refuse(where, name, rule, type(array).__name__, kind=CafinTypeError)
     if hasattr(array, "__cuda_array_interface__"):
         return import_cupy().asarray(array)
-    if not hasattr(array, "__dlpack_device__"):
-        refuse(
-            where,
-            name,
-            "be an array with __dlpack__ or __cuda_array_interface__",
-            type(array).__name__,
-            kind=CafinTypeError,
-        )
     kind = array.__dlpack_device__()[0]
     if kind in _DLPACK_CPU:
-        import numpy
-
-        return numpy.from_dlpack(array)
+        return _lent(numpy, array, where, name)
     if kind in _DLPACK_CUDA:
         if str(getattr(array, "dtype", "")) == "bfloat16":  # CuPy 13 would end with a segmentation fault
             refuse(where, name, "have a dtype of CuPy's", "bfloat16", "convert it", CafinTypeError)
-        return import_cupy().from_dlpack(array)
+        return _lent(import_cupy(), array, where, name)
     refuse(where, name, "lie in CPU or CUDA memory", f"DLPack device type {kind}")
+
+
+def _lent(module: Any, array: Any, where: str, name: str) -> Any:
+    """An array of NumPy or CuPy on the memory of `array`, by DLPack."""
+    try:
+        return module.from_dlpack(array)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:  # bfloat16, say
+        got = f"{type(array).__name__} ({error})"
+        refuse(where, name, f"be shareable with {module.__name__} by DLPack", got, "convert it", CafinTypeError)
 
 
 def view(array: Any, where: str = "view", name: str = "array") -> View:
@@ -148,9 +156,7 @@ def view(array: Any, where: str = "view", name: str = "array") -> View:
     elif hasattr(array, "__array_interface__"):
         interface, device = array.__array_interface__, "cpu"
     else:
-        import numpy
-
-        array = numpy.from_dlpack(array)  # JAX: to be read, not written
+        array = _lent(numpy, array, where, name)  # JAX: to be read, not written
         interface, device = array.__array_interface__, "cpu"
     shape = tuple(int(n) for n in interface["shape"])
     dtype = _dtype_name(interface["typestr"], where, name)
@@ -235,7 +241,7 @@ def current_stream(array: Any, device: int, stream: Any = None) -> int:
             return stream
         refuse("fused_step", "stream", "be a stream or its address", repr(stream), kind=CafinTypeError)
     torch = torch_of(array)
-    if torch is not None:
+    if torch is not None and array.is_cuda:
         return int(torch._C._cuda_getCurrentRawStream(device))
     import cupy
 
@@ -293,46 +299,6 @@ def copy_like(array: Any, like: Any = None) -> Any:
         return copy
 
 
-def leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """(path, leaf) of nested lists, tuples and mappings, in order; anything else is a leaf."""
-    if isinstance(tree, Mapping):
-        for key in tree:
-            yield from leaves(tree[key], f"{path}[{key!r}]")
-    elif isinstance(tree, (list, tuple)):
-        for index, item in enumerate(tree):
-            yield from leaves(item, f"{path}[{index}]")
-    else:
-        yield path, tree
-
-
-def leaves_like(template: Any, tree: Any, where: str, path: str) -> Iterator[tuple[str, Any]]:
-    """(path, part) for the parts of `tree` that stand where `template` has its leaves.
-
-    Raises:
-        CafinValueError: the structures differ.
-    """
-    if isinstance(template, Mapping):
-        if not isinstance(tree, Mapping) or set(tree) != set(template):
-            refuse(where, path, f"have the keys {sorted(map(str, template))}", _structure(tree))
-        for key in template:
-            yield from leaves_like(template[key], tree[key], where, f"{path}[{key!r}]")
-    elif isinstance(template, (list, tuple)):
-        if not isinstance(tree, (list, tuple)) or len(tree) != len(template):
-            refuse(where, path, f"be a list of {len(template)}, one for each parameter", _structure(tree))
-        for index, (part, item) in enumerate(zip(template, tree)):
-            yield from leaves_like(part, item, where, f"{path}[{index}]")
-    else:
-        yield path, tree
-
-
-def _structure(tree: Any) -> str:
-    if isinstance(tree, Mapping):
-        return f"a mapping with the keys {sorted(map(str, tree))}"
-    if isinstance(tree, (list, tuple)):
-        return f"a {type(tree).__name__} of {len(tree)}"
-    return type(tree).__name__
-
-
 def where_is(array: Any) -> int | str:
     """ "cpu", or the number of the CUDA device; of any array that the reference can compute on."""
     kind, number = array.__dlpack_device__()
@@ -369,7 +335,6 @@ def _plain(array: Any) -> Any:
         return array.float() if array.dtype in (torch.bfloat16, torch.float16) else array
     if where_is(array) != "cpu":
         return array
-    import numpy
 
     if not hasattr(array, "__array_interface__"):  # JAX: torch would take its buffer for a flat one
         array = numpy.asarray(array)

@@ -20,9 +20,9 @@ _failed: dict[int, str] = {}  # device: why the kernels cannot run there, as a c
 def _request(backend: str | None, where: str) -> tuple[str, str | None]:
     """(name of the argument or variable, the backend that it asks for)."""
     name, value = ("backend", backend) if backend is not None else (VARIABLE, os.environ.get(VARIABLE) or None)
-    if value in (None, "auto"):
+    if value is None or (isinstance(value, str) and value == "auto"):
         return name, None
-    if value not in BACKENDS:
+    if not isinstance(value, str) or value not in BACKENDS:
         refuse(where, name, 'be "cuda", "reference" or None', repr(value))
     return name, value
 

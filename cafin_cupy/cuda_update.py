@@ -186,8 +186,7 @@ class CudaSchedule:
         if self._uploaded is None:
             self._groups.upload(stream)
         self._uploaded = None
-        for number, values in enumerate(rates):
-            self._rates.rows[number] = values
+        self._rates.rows[:] = rates[: len(self._rates.rows)]  # of later groups no parameter takes part yet
         self._rates.upload(stream)
         self._uploaded = rates
 

@@ -13,6 +13,7 @@ from array_api_compat import array_namespace, device
 
 from . import reference
 from .arrays import beside, known
+from .checks import check_pair
 from .layers import Layer
 from .rule import Averaging
 
@@ -181,7 +182,7 @@ class ReferenceFactors(Factors):
         layer = layer or self.layers[index]
         h = beside(h, self.H[index], "accumulate", f"h of {layer.label}")
         s = beside(s, self.H[index], "accumulate", f"s of {layer.label}")
-        layer.check(tuple(h.shape), tuple(s.shape))
+        check_pair("accumulate", layer, h, s)
         if 0 in h.shape or 0 in s.shape:
             return
         sums = reference.raw_sums(layer, h, s)

@@ -8,7 +8,7 @@ from typing import Any
 
 from array_api_compat import array_namespace
 
-from .arrays import View, beside, current_stream, known, leaves, place, view
+from .arrays import View, beside, current_stream, known, place, view
 from .backend import choose
 from .errors import CafinError, CafinTypeError, refuse
 from .factors import Factors, ReferenceFactors
@@ -16,9 +16,10 @@ from .interrupts import uninterrupted
 from .layers import Layer
 from .memory import moved, refuse_overlap
 from .nonfinite import raw_moments, refuse_nonfinite
-from .rule import DEFAULT_GAMMA, Averaging, Hyper, at_least, whole
+from .rule import DEFAULT_GAMMA, Averaging, Hyper, at_least, flag, whole
 from .spread import SpreadFactors
 from .streams import joined
+from .trees import leaves, structure
 from .update import (
     FLOATS,
     CudaUpdate,
@@ -117,14 +118,14 @@ class AdaFisher:
         error_if_nonfinite: bool = False,
     ) -> None:
         where = "AdaFisher"
-        self.error_if_nonfinite = bool(error_if_nonfinite)
+        self.error_if_nonfinite = flag(where, "error_if_nonfinite", error_if_nonfinite)
         self.lr, self.beta, self.Lambda, self.weight_decay, self.decoupled = lr, beta, Lambda, weight_decay, decoupled
         self._hyper(where)
         self.TCov = TCov
         self.averaging = Averaging.named(averaging, gamma)
         self._asked = backend
-        self._params = params
-        self._named = list(leaves(params, "params"))
+        self._params = structure(params)
+        self._named = list(leaves(self._params, "params"))
         if not self._named:
             refuse(where, "params", "hold at least one array", params)
         self._p = [view(array, where, name) for name, array in self._named]

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace, device, is_jax_array, is_torch_array
 
 from .arrays import where_is
+from .checks import check_layer, check_pair, check_update
 from .errors import CafinTypeError, refuse
 from .layers import Columns, Layer, Patches
 from .rule import Averaging, Hyper, at_least, whole
@@ -57,15 +58,11 @@ def raw_sums(layer: Layer, h: Any, s: Any) -> RawSums:
         s: gradient of the loss with respect to the layer's output, on the same device.
 
     Raises:
-        CafinError: the shapes are not this layer's.
+        CafinError: `layer` is no descriptor, or an array does not fit it.
     """
-    layer.check(tuple(h.shape), tuple(s.shape), "raw_sums")
+    check_layer("raw_sums", layer)
+    check_pair("raw_sums", layer, h, s)
     h, s = layer.read(h, s)
-    for name, x in (("h", h), ("s", s)):
-        if not array_namespace(x).isdtype(x.dtype, "real floating"):
-            refuse(
-                "raw_sums", f"{name} of {layer.label}", "hold real floating-point numbers", x.dtype, kind=CafinTypeError
-            )
     H, S = layer.columns(tuple(h.shape), tuple(s.shape))
     return RawSums(_column_sums(h, H), _column_sums(s, S), layer.count(tuple(h.shape), tuple(s.shape)))
 
@@ -84,7 +81,13 @@ def raw_moments(layer: Layer, sums: RawSums, grad_scale: float = 1.0) -> tuple[A
     """Raw moments (H, S) of a sampled step, lengths (layer.H_size, layer.S_size).
 
     `grad_scale` is the factor that the loss was multiplied by; `S` is quadratic in it and is divided by its square.
+
+    Raises:
+        CafinError: an argument is refused.
     """
+    check_layer("raw_moments", layer)
+    if not isinstance(sums, RawSums):
+        refuse("raw_moments", "sums", "be RawSums", type(sums).__name__, "see raw_sums", CafinTypeError)
     grad_scale = at_least("raw_moments", "grad_scale", grad_scale, 0.0, strict=True)
     if sums.n < 1:
         refuse("raw_moments", "sums", "hold at least one row", sums.n)
@@ -184,9 +187,13 @@ def update(
         H, S: factors with `len(S) * len(H) == p.size`; both None means F = 1.
         decoupled: False for AdaFisher, True for AdaFisherW.
         step: 1-based count of this parameter's updates.
+
+    Raises:
+        CafinError: an argument is refused.
     """
     hyper = Hyper.checked("update", lr, beta, Lambda, weight_decay, decoupled)
     step = whole("update", "step", step, 1)
+    check_update(p, g, m, H, S)
     _check_shapes(p, g, m, H, S)
     if _fused(p, g, m):
         new_p, new_m = p.clone(), m.clone()

@@ -17,7 +17,8 @@ LARGEST = 1e18  # scalar: what the update makes of two of them, lr / (1 - beta) 
 
 def number(where: str, name: str, value: object) -> float:
     """`value` as a float, or a `CafinError`: finite, real, and no array of more than one element."""
-    if isinstance(value, bool) or not (isinstance(value, numbers.Real) or hasattr(value, "__float__")):
+    dtype = str(getattr(value, "dtype", "float"))  # NumPy would make floats of strings, dates and half of a complex
+    if isinstance(value, (bool, type)) or not hasattr(value, "__float__") or not ("float" in dtype or "int" in dtype):
         refuse(where, name, "be a number", repr(value), kind=CafinTypeError)
     try:
         result = float(value)
@@ -46,6 +47,14 @@ def whole(where: str, name: str, value: object, bound: int) -> int:
     return int(value) if isinstance(value, numbers.Integral) else int(result)
 
 
+def flag(where: str, name: str, value: object) -> bool:
+    """`value` as a bool; 0 and 1 count, and NumPy's, but not the truth of strings and lists."""
+    scalar = str(getattr(value, "dtype", "")) == "bool" and getattr(value, "shape", None) == ()
+    if not scalar and not (isinstance(value, int) and value in (0, 1)):
+        refuse(where, name, "be True or False", repr(value), kind=CafinTypeError)
+    return bool(value)
+
+
 @dataclass(frozen=True)
 class Averaging:
     """How a factor follows its raw moments: `F <- keep * F + add * x`, from ones. With
@@ -68,7 +77,7 @@ class Averaging:
             refuse("Averaging", "keep", "lie in [0, 1]", keep)
         object.__setattr__(self, "keep", keep)
         object.__setattr__(self, "add", at_least("Averaging", "add", self.add, 0.0))
-        if self.normalize not in ("before", "after"):
+        if not isinstance(self.normalize, str) or self.normalize not in ("before", "after"):
             refuse("Averaging", "normalize", 'be "before" or "after"', repr(self.normalize))
 
     @classmethod
@@ -88,7 +97,7 @@ class Averaging:
         """The rule that an optimizer's `averaging=` argument names: "parity", "paper", or an `Averaging` as it is."""
         if isinstance(rule, Averaging):
             return rule
-        if rule not in RULES:
+        if not isinstance(rule, str) or rule not in RULES:
             refuse("AdaFisher", "averaging", 'be "parity", "paper" or an Averaging', repr(rule))
         return cls.parity(gamma) if rule == "parity" else cls.paper(gamma)
 
@@ -142,7 +151,7 @@ class Hyper:
         beta: object,
         Lambda: object,
         weight_decay: object,
-        decoupled: bool,
+        decoupled: object,
         path: str = "{}",
         maximize: object = False,
     ) -> Hyper:
@@ -158,8 +167,7 @@ class Hyper:
         b = number(where, path.format("beta"), beta)
         if not 0.0 <= b < 1.0:
             refuse(where, path.format("beta"), "lie in [0, 1)", b)
-        if not isinstance(maximize, bool):
-            refuse(where, path.format("maximize"), "be True or False", repr(maximize), kind=CafinTypeError)
         damping = scalar("Lambda", Lambda, strict=True, mend="it keeps the preconditioner above 0")
         at_least(where, path.format("Lambda"), damping, SMALLEST, mend="float32 knows no smaller normal number")
-        return cls(rate, b, damping, scalar("weight_decay", weight_decay), bool(decoupled), maximize)
+        decay, decoupled = scalar("weight_decay", weight_decay), flag(where, "decoupled", decoupled)
+        return cls(rate, b, damping, decay, decoupled, flag(where, path.format("maximize"), maximize))

@@ -13,21 +13,20 @@ from .arrays import (
     copy_like,
     current_stream,
     known,
-    leaves,
-    leaves_like,
     place,
     same_strides,
     torch_of,
     view,
 )
-from .backend import choose
+from .backend import choose, requested
 from .cuda_update import CudaUpdate, Layout, layout, scalars
 from .errors import CafinTypeError, refuse
 from .interrupts import uninterrupted
 from .memory import refuse_overlap
 from .nonfinite import refuse_nonfinite
-from .rule import Hyper, whole
+from .rule import Hyper, flag, whole
 from .streams import joined, on_stream
+from .trees import leaves, leaves_like
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 SKIP = "leave the batch out"
@@ -119,9 +118,8 @@ def fused_step(
     """
     where = "fused_step"
     hyper = Hyper.checked(where, lr, beta, Lambda, weight_decay, decoupled)
+    error_if_nonfinite = flag(where, "error_if_nonfinite", error_if_nonfinite)
     named = list(leaves(params, "params"))
-    if not named:
-        return
     p = [view(array, where, name) for name, array in named]
     for (name, _), v in zip(named, p):
         writable(where, name, v)
@@ -136,6 +134,9 @@ def fused_step(
     refuse_overlap(where, mine, named_views("grads", g) + read)
     looked_at = [(f"gradient of {name}", v.owner) for (name, _), v in zip(named, g)] if error_if_nonfinite else []
 
+    if not p:
+        requested(backend, where)
+        return
     if choose(backend, p[0].device, {v.dtype for v in p}, where) == "reference":
         calls = []
         for a, b, c, pair, t in zip(p, g, m, pairs, steps):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,8 @@ import torch
 from helpers import FRAMEWORKS, LAYOUTS, Device, check_update, lay, make, problem, refuses, same_bits, strided
 
 from cafin_cupy import AdaFisher, CafinTypeError, CafinValueError, Linear, fused_step
-from cafin_cupy.arrays import leaves, leaves_like, view
+from cafin_cupy.arrays import current_stream, known, view
+from cafin_cupy.trees import leaves, leaves_like, structure
 
 LR = {"lr": 0.1, "beta": 0.7, "Lambda": 0.01}
 
@@ -163,6 +166,9 @@ UNUSABLE = [
     (np.array(["a"]), CafinTypeError, "native-endian numbers"),
     (torch.zeros(3).to_sparse(), CafinTypeError, "sparse"),
     (torch.zeros(3, device="meta"), CafinTypeError, "meta"),
+    (np.ndarray, CafinTypeError, "type"),  # classes have the attributes of their arrays
+    (torch.Tensor, CafinTypeError, "got _TensorMeta"),
+    (OnlyDLPack(torch.zeros(3, dtype=torch.bfloat16)), CafinTypeError, "shareable with numpy by DLPack"),
 ]
 
 
@@ -245,3 +251,34 @@ def test_read_only_arrays_are_refused() -> None:
     with refuses(CafinTypeError, "`momenta[0]`", "writable", "read-only", "copy", unchanged=[x]):
         fused_step([np.ones(3)], [np.ones(3)], [x], lr=0.1)
     fused_step([np.ones(3)], [x], [np.ones(3)], lr=0.1)  # a gradient is only read
+
+
+def test_numpy_scalars_are_arrays_to_read() -> None:
+    """As NumPy's sums give them. They have no memory that could be written."""
+    for see in (known, lambda x, *words: view(x, *words).owner):
+        seen = see(np.float32(3.0), "f", "x")
+        assert isinstance(seen, np.ndarray)
+        assert (seen.shape, float(seen), seen.flags.writeable) == ((), 3.0, False)
+
+
+def test_keys_of_jax_are_no_arrays() -> None:
+    key = import_module("jax").random.key(0)
+    for see in (known, view):
+        with refuses(CafinTypeError, "f: `x` must be an array with __dlpack__"):
+            see(key, "f", "x")
+
+
+def test_structures_are_the_callers_again() -> None:
+    given = {"a": [1, (2, {"x": 3})], "b": 4}
+    kept = structure(given)
+    given["a"].clear()
+    given["c"] = 5
+    assert list(leaves(kept, "p")) == [("p['a'][0]", 1), ("p['a'][1][0]", 2), ("p['a'][1][1]['x']", 3), ("p['b']", 4)]
+
+
+def test_the_stream_of_a_cpu_tensor_is_not_asked_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A PyTorch without CUDA does not even have the function; arrays of two frameworks may lead here."""
+    cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda device: SimpleNamespace(ptr=10 + device)))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
+    assert current_stream(torch.ones(1), 3) == 13

@@ -153,3 +153,9 @@ def test_precisions_without_kernels_run_by_the_reference() -> None:
         fused_step([p], [g], [m], lr=0.1)
         assert AdaFisher([p]).backend == "reference"
     assert float(p[0]) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("value", [np.array(["cuda", "reference"]), np.array("cuda"), ["cuda"], 3, b"cuda"])
+def test_backends_are_named_by_strings(value: Any) -> None:
+    with refuses(CafinValueError, "f: `backend` must be", '"cuda", "reference"'):
+        requested(value, "f")

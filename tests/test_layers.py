@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers import cases, refuses
 from hypothesis import given
 
@@ -133,6 +134,10 @@ REFUSED = [
     (Conv2d, IMAGE, {"dilation": True}, ["dilation", "whole number", "True"]),
     (Conv2d, IMAGE, {"groups": 3}, ["groups", "divides C_out = 4", "3"]),
     (Conv2d, IMAGE, {"groups": 0}, ["groups", "divides", "0"]),
+    (Conv2d, IMAGE, {"groups": np.ones(2, int)}, ["groups", "divides", "array([1, 1])"]),
+    (Conv2d, IMAGE, {"groups": np.ones(1)}, ["groups", "divides", "array([1.])"]),
+    (Conv2d, IMAGE, {"stride": np.ones(2, int)}, ["stride", "whole number", "array([1, 1])"]),
+    (Conv2d, IMAGE, {"padding": (np.zeros(2, int), 0)}, ["padding", "whole number", "array([0, 0])"]),
     (TransposedLinear, (3,), {}, ["weight", "(d_in, d_out)", "(3,)"]),
     (TransposedLinear, (3, 2), {"bias": np.zeros(3)}, ["bias", "2 elements", "(3,)"]),
     (Embedding, (3,), {}, ["weight", "(V, D)", "(3,)"]),
@@ -162,7 +167,17 @@ def test_refused_descriptors(kind: type[Layer], weight: Any, options: Any, words
         kind(np.zeros(weight), **options)
 
 
-@pytest.mark.parametrize(("arguments", "name"), [((None,), "weight"), ((np.zeros((2, 2)), True), "bias")])
+NO_ARRAYS = [
+    ((None,), "weight"),
+    ((np.zeros((2, 2)), True), "bias"),
+    ((np.ndarray,), "weight"),  # a class, a module and a nested tensor have something by the name of `shape`
+    ((np,), "weight"),
+    ((np.zeros((2, 2)), torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)), "bias"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype stage")
+@pytest.mark.parametrize(("arguments", "name"), NO_ARRAYS)
 def test_what_is_no_array_is_refused(arguments: Any, name: str) -> None:
     with refuses(CafinTypeError, "Linear", f"`{name}`", "array", type(arguments[-1]).__name__):
         Linear(*arguments)
@@ -209,3 +224,9 @@ def test_every_error_is_caught_by_the_base_class_and_by_its_builtin() -> None:
     for builtin in (CafinError, ValueError):
         with pytest.raises(builtin):
             Linear(np.zeros(3))
+
+
+@pytest.mark.parametrize("name", [["fc"], 1, b"fc", {}])
+def test_names_are_strings(name: Any) -> None:
+    with refuses(CafinTypeError, "Linear: `name` must be a string or None, got"):
+        Linear(np.zeros((3, 5)), name=name)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers import EXAMPLES, FRAMEWORKS, Case, Device, close, example_id, make, numpy_of, refuses, same_bits
 from helpers import updated as reference_step
 
@@ -155,6 +156,10 @@ BAD = [
     ({"params": [W, W]}, CafinValueError, ["`params[1]`", "share memory", "`params[0]`"]),
     ({"params": {"a": W, "b": W[1:]}}, CafinValueError, ["params['b']", "share memory", "params['a']"]),
     ({"layers": [W]}, CafinTypeError, ["`layers[0]`", "descriptor", "ndarray"]),
+    ({"lr": np.str_("0.1")}, CafinTypeError, ["`lr`", "number", "'0.1'"]),
+    ({"TCov": np.array("2")}, CafinTypeError, ["`TCov`", "number", "'2'"]),
+    ({"decoupled": "False"}, CafinTypeError, ["`decoupled`", "True or False", "'False'"]),
+    ({"error_if_nonfinite": "no"}, CafinTypeError, ["`error_if_nonfinite`", "True or False", "'no'"]),
     ({"layers": [Linear(np.ones((3, 5)), name="fc")]}, CafinValueError, ["`layers[0]`", "array of `params`", "fc"]),
     ({"layers": [Linear(W, name="a"), Linear(W, name="a")]}, CafinValueError, ["layers[1].name", "once", "'a'"]),
 ]
@@ -209,6 +214,10 @@ def test_refused_accumulations_add_nothing(framework: str) -> None:
         ((layer, s, h), CafinValueError, ["h, s of fc", "(..., 5) and (..., 3)", "(4, 2, 3) and (4, 2, 5)"]),
         ((layer, h[:3], s), CafinValueError, ["h, s of fc", "(3, 2, 5) and (4, 2, 3)"]),
         ((layer, None, s), CafinTypeError, ["`h", "__dlpack__", "NoneType"]),
+        ((layer, np.ndarray, s), CafinTypeError, ["`h", "__dlpack__", "type"]),
+        ((layer, h, np.float32(1)), CafinValueError, ["s of fc"]),
+        ((layer, h, torch.eye(3).to_sparse()), CafinTypeError, ["`s of fc` must be dense", "sparse"]),
+        ((layer, h, torch.ones(4, 3, device="meta")), CafinTypeError, ["s of fc", "memory", "meta"]),
         ((layer, h, make(framework, numpy_of(s), "int32")), None, ["s of fc", "int32"]),
     ]
     if framework in ("cupy", "torch-cuda"):
@@ -248,3 +257,21 @@ def test_refused_states_change_nothing() -> None:
         for now, then in zip(everything(opt, params), before):
             same_bits(now, then)
         assert opt.steps == 1
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_lists_are_the_callers_again(framework: str) -> None:
+    """A script that clears its list of parameters stops no updates, and one that adds to it adds none."""
+    nested = {"a": [make(framework, np.ones((3, 5)))], "b": [make(framework, np.ones(3))]}
+    params = [a for part in nested.values() for a in part]
+    layers = [Linear(*params)]
+    opt = AdaFisher(nested, layers)
+    nested["a"].clear()
+    nested["c"] = [make(framework, np.ones(2))]
+    layers.clear()
+    grads = {"a": [make(framework, np.ones((3, 5)))], "b": [make(framework, np.ones(3))]}
+    opt.step(grads)
+    assert opt.steps == 1
+    assert len(copy.deepcopy(opt).momenta) == 2
+    for p in params:
+        assert np.all(numpy_of(p) < 1.0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import tracemalloc
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +31,7 @@ from helpers import (
 from hypothesis import given
 from loops import expected
 
-from cafin_cupy import Averaging, CafinTypeError, CafinValueError, LayerNorm, Linear, reference
+from cafin_cupy import AdaFisher, Averaging, CafinTypeError, CafinValueError, LayerNorm, Linear, reference
 from cafin_cupy.rule import Hyper
 
 EXACT = 1e-12  # float64, other order of summation
@@ -303,3 +305,88 @@ def test_refusals() -> None:
         reference.update(np.ones(1), np.ones(1), np.ones(1), lr=0.1, beta=1.0)
     with refuses(CafinValueError, "update", "`step`", ">= 1", "0"):
         reference.update(np.ones(1), np.ones(1), np.ones(1), lr=0.1, step=0)
+
+
+NO_ARRAYS = [
+    None,
+    3.0,
+    "h",
+    [[1.0, 2.0, 3.0]],
+    np.ndarray,
+    np.array([["a", "b", "c"]]),
+    torch.ones(1, 3, device="meta"),
+]
+
+
+@pytest.mark.parametrize("wrong", NO_ARRAYS, ids=lambda value: str(value)[:20])
+def test_what_is_no_array_is_refused(wrong: Any) -> None:
+    layer, h, s = Linear(np.ones((2, 3))), np.ones((1, 3)), np.ones((1, 2))
+    for arrays, name in (((wrong, s), "h of Linear"), ((h, wrong), "s of Linear")):
+        with refuses(CafinTypeError, f"raw_sums: `{name}` must"):
+            reference.raw_sums(layer, *arrays)
+    for place, name in enumerate("pgmHS"):
+        arguments: list[Any] = [h, h, h, np.ones(3), np.ones(1)]
+        arguments[place] = wrong
+        kind, word = (CafinValueError, "alone") if wrong is None and name in "HS" else (CafinTypeError, f"`{name}`")
+        with refuses(kind, "update: ", word):
+            reference.update(*arguments, lr=0.1)
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+@pytest.mark.parametrize("dtype", ["int64", "bool", "complex64"])
+def test_only_real_floating_point_numbers_count(rows: int, dtype: str) -> None:
+    """An empty batch of another kind is as wrong as a full one."""
+    h, s = np.ones((rows, 3)), np.ones((rows, 2))
+    for place, name in enumerate("hs"):
+        arrays = [h, s]
+        arrays[place] = arrays[place].astype(dtype)
+        w = np.ones((2, 3))
+        opt = AdaFisher([w], [layer := Linear(w)])
+        for refused in (lambda x: reference.raw_sums(layer, *x), lambda x: opt.accumulate(layer, *x)):  # noqa: B023
+            with refuses(CafinTypeError, f"`{name} of Linear` must hold real floating-point numbers", dtype):
+                refused(arrays)
+    with refuses(CafinTypeError, "update: `g` must hold real floating-point numbers", dtype):
+        reference.update(np.ones(rows), np.ones(rows, dtype), np.ones(rows), lr=0.1)
+
+
+def test_arrays_of_two_frameworks_are_refused() -> None:
+    x = np.ones((4, 3))
+    with refuses(CafinTypeError, "update: `m, p` must be arrays of one framework", "torch and numpy"):
+        reference.update(x, x, torch.ones(4, 3), lr=0.1)
+
+
+@pytest.mark.parametrize("F", [np.float64(1.0), np.ones((1, 12))], ids=["no axis", "two axes"])
+def test_factors_are_vectors(F: Any) -> None:
+    x = np.ones(12)
+    with refuses(CafinValueError, "update: `H` must be a vector", str(np.shape(F))):
+        reference.update(x, x, x, F, np.ones(1), lr=0.1)
+
+
+@pytest.mark.parametrize("framework", NAMESPACES)
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+def test_a_layer_norm_without_elements(framework: str, shape: tuple[int, ...]) -> None:
+    layer = LayerNorm(make(framework, np.ones(shape)))
+    h, s = (make(framework, np.ones((2, *shape))) for _ in "hs")
+    sums = reference.raw_sums(layer, h, s)
+    assert (tuple(sums.H.shape), tuple(sums.S.shape), sums.n) == (shape[:1], (0,), 2)
+    assert np.all(numpy_of(sums.H) == 0.0)
+
+
+def test_layers_and_sums_are_what_they_are_called() -> None:
+    layer, h, s = Linear(np.ones((2, 3))), np.ones((1, 3)), np.ones((1, 2))
+    sums = reference.raw_sums(layer, h, s)
+    for refused in (lambda: reference.raw_sums(h, h, s), lambda: reference.raw_moments(Linear, sums)):
+        with refuses(CafinTypeError, "`layer` must be a layer descriptor"):
+            refused()
+    with refuses(CafinTypeError, "raw_moments: `sums` must be RawSums, got tuple"):
+        reference.raw_moments(layer, tuple(sums))  # type: ignore[arg-type]
+
+
+def test_checks_bear_the_tracers_of_jax() -> None:
+    """They look at no values."""
+    jax = import_module("jax")
+    p, layer = jax.numpy.ones((2, 3)), Linear(np.ones((2, 3)))
+    new_p, _ = jax.jit(lambda p: reference.update(p, p, p, lr=0.1))(p)
+    close(numpy_of(new_p), numpy_of(reference.update(p, p, p, lr=0.1)[0]), 1e-6)
+    sums = jax.jit(lambda h, s: reference.raw_sums(layer, h, s)[:2])(jax.numpy.ones((4, 3)), jax.numpy.ones((4, 2)))
+    close(numpy_of(sums[0]), np.full(3, 4.0), 1e-6)

@@ -14,7 +14,7 @@ from helpers import refuses
 
 from cafin_cupy import Averaging, CafinTypeError, CafinValueError
 from cafin_cupy.cuda_update import scalars
-from cafin_cupy.rule import LARGEST, Hyper, at_least, number, whole
+from cafin_cupy.rule import LARGEST, Hyper, at_least, flag, number, whole
 from cafin_cupy.table import HYPER
 
 
@@ -77,7 +77,15 @@ def test_numbers_of_every_kind(value: Any) -> None:
     assert whole("f", "x", value, 1) == 2
 
 
-@pytest.mark.parametrize("value", [None, "2", True, [2.0], 2j, np.ones(2), torch.ones(2), object()])
+NO_NUMBERS = [None, "2", True, [2.0], 2j, np.ones(2), torch.ones(2), object(), int]
+# NumPy and PyTorch would make floats of these: of the text, of the truth, of the half that is real.
+ALMOST = [
+    np.str_("2"), np.bool_(True), np.complex64(2), np.datetime64("2020"), np.array("2"), np.array(True), np.array(2j),
+    np.array("2", object), torch.tensor(True), torch.tensor(2j), torch.tensor(2 + 0j),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [*NO_NUMBERS, *ALMOST], ids=lambda value: type(value).__name__)
 def test_what_is_no_number(value: Any) -> None:
     with refuses(CafinTypeError, "f: `x` must be a", "number, got"):
         number("f", "x", value)
@@ -128,3 +136,27 @@ def test_errors_call_a_scalar_by_its_path() -> None:
 
 def test_large_counts_are_exact() -> None:
     assert whole("f", "x", 2**60 + 1, 0) == 2**60 + 1
+
+
+@pytest.mark.parametrize("value", [True, False, 1, 0, np.True_, np.False_, np.array(True)])
+def test_flags(value: Any) -> None:
+    got = flag("f", "x", value)
+    assert type(got) is bool
+    assert got == bool(value)
+
+
+@pytest.mark.parametrize("value", ["False", "no", "", None, 2, 0.0, [], [0], np.ones(2), np.array("False"), object()])
+def test_what_is_no_flag(value: Any) -> None:
+    """Python knows the truth of anything; that of "no" is True."""
+    with refuses(CafinTypeError, "f: `x` must be True or False, got"):
+        flag("f", "x", value)
+    with refuses(CafinTypeError, "f: `decoupled` must be True or False, got"):
+        Hyper.checked("f", 0.1, 0.9, 0.1, 0.0, value)
+
+
+@pytest.mark.parametrize("value", [np.array(["parity", "paper"]), np.array("parity"), ["parity"], b"parity"])
+def test_rules_are_named_by_strings(value: Any) -> None:
+    with refuses(CafinValueError, "`averaging`", '"parity", "paper" or an Averaging'):
+        Averaging.named(value, 0.8)
+    with refuses(CafinValueError, "`normalize`", '"before" or "after"'):
+        Averaging(0.5, 0.5, value)

@@ -296,7 +296,7 @@ def test_arguments_that_change_nothing(options: dict[str, Any]) -> None:
         ({"amsgrad": True}, ("`amsgrad`", "no second moment")),
         ({"weigth_decay": 0.1}, ("`weigth_decay`", "no such argument")),
         ({"differentiable": True}, ("`differentiable` must be False",)),
-        ({"maximize": 1}, ("`maximize` must be True or False",)),
+        ({"maximize": "yes"}, ("`maximize` must be True or False",)),
     ],
 )
 def test_arguments_of_other_optimizers(options: dict[str, Any], words: tuple[str, ...]) -> None:

@@ -206,6 +206,19 @@ def test_tensors_at_no_multiple_of_their_size_are_refused() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_sparse_gradients_are_refused_on_any_step(steps: int) -> None:
+    """Later ones are not looked at as closely as those of the first."""
+    optimizer = AdaFisher(nn.Linear(5, 3))
+    w = optimizer.model.weight
+    for _ in range(steps):
+        w.grad = torch.ones(3, 5)
+        optimizer.step()
+    w.grad = torch.ones(3, 5).to_sparse()
+    with refused(optimizer, "step: `gradient of weight` must be dense", ".to_dense()"):
+        optimizer.step()
+
+
 def test_quantised_and_integer_parameters_may_be_frozen() -> None:
     model = mlp("cpu")
     for name, frozen in (("q", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)), ("i", torch.arange(3))):
@@ -226,3 +239,68 @@ def test_lazy_modules_are_refused_until_they_have_run(kind: Any) -> None:
     model(x).square().sum().backward()
     optimizer.step()
     assert len(optimizer.factors()) == 1
+
+
+@pytest.mark.parametrize("name", ["capturable", "error_if_nonfinite"])
+def test_flags_are_true_or_false(name: str) -> None:
+    for wrong in ("no", None, [False], torch.ones(2)):
+        with pytest.raises(CafinError, match=f"AdaFisher: `{name}` must be True or False, got"):
+            AdaFisher(nn.Linear(2, 2), **{name: wrong})
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("lr", -1.0), ("beta", 1.0), ("Lambda", 0.0), ("weight_decay", "0.1")])
+def test_a_group_with_a_bad_scalar_is_refused_when_it_is_added(name: str, wrong: Any) -> None:
+    optimizer = AdaFisher(nn.Linear(2, 2))
+    with pytest.raises(CafinError, match=f"add_param_group: `{name}` must"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], name: wrong})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], name: 0.5})
+
+
+def _bad_scalar(optimizer: AdaFisher) -> None:
+    optimizer.param_groups[0]["lr"] = -1.0
+
+
+def _bad_gradient(optimizer: AdaFisher) -> None:
+    weight = optimizer.model[2].weight
+    weight.grad = weight.grad.to_sparse()
+
+
+def _bad_momentum(optimizer: AdaFisher) -> None:
+    optimizer.state[optimizer.model[2].bias] = {"step": 1, "exp_avg": torch.ones(99)}
+
+
+def _nan(optimizer: AdaFisher) -> None:
+    optimizer.error_if_nonfinite = True
+    optimizer.model[2].bias.grad[0] = torch.nan
+
+
+@pytest.mark.parametrize("spoil", [_bad_scalar, _bad_gradient, _bad_momentum, _nan])
+def test_a_refused_step_makes_no_state(spoil: Callable[[AdaFisher], None]) -> None:
+    """Not even empty entries, which a checkpoint would hold."""
+    optimizer = AdaFisher(mlp("cpu"))
+    loss_of(optimizer.model, rows("cpu", 1)[0]).backward()
+    spoil(optimizer)
+    before = dict(optimizer.state)
+    with pytest.raises(CafinError, match="step: "):
+        optimizer.step()
+    assert dict(optimizer.state) == before
+
+
+class Scaler:
+    """Tells a scale, as a `GradScaler` does."""
+
+    def __init__(self, scale: Any) -> None:
+        self.get_scale = lambda: scale
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), "2", None, torch.ones(2)], ids=str)
+@pytest.mark.parametrize("unscaled", [False, True], ids=["by the step", "before"])
+def test_scales_are_numbers_above_zero(scale: Any, unscaled: bool) -> None:
+    optimizer = AdaFisher(mlp("cpu"), TCov=1, grad_scaler=Scaler(scale))
+    loss_of(optimizer.model, rows("cpu", 1)[0]).backward()
+    optimizer.found_inf = torch.zeros(())  # as `GradScaler.step` tells it
+    if not unscaled and scale is not None:
+        optimizer.grad_scale = scale
+    with refused(optimizer, "step: `scale of the GradScaler` must be"):
+        optimizer.step()

@@ -474,3 +474,22 @@ def test_a_settled_optimizer_keeps_its_backend(gpu: str, monkeypatch: pytest.Mon
     del run.opt.param_groups[1]
     run.train(STEPS)
     assert not differing(run.state(), truth[STEPS])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_group_may_wait_for_its_gradients(gpu: str, capturable: bool) -> None:
+    """A capturable optimizer tells the device the scalars of all groups, and knows only those of parameters that have
+    taken part."""
+    run = Run(gpu, capturable=capturable)
+    head = nn.Parameter(torch.ones(3, device=gpu))
+    run.opt.add_param_group({"params": [head], "lr": 0.5, "weight_decay": 0.0})
+    run.train(2)
+    assert torch.equal(head, torch.ones_like(head))
+    run.feed()
+    head.grad = torch.full_like(head, 2.0)
+    run.step()
+    torch.testing.assert_close(
+        head.detach(), torch.zeros_like(head), atol=1e-6, rtol=0.0
+    )  # 1 - 0.5 * 2 on a first step
+    assert (run.opt.steps, int(run.opt.state[head]["step"])) == (3, 1)

@@ -138,6 +138,10 @@ REFUSALS: list[tuple[dict[str, Any], type, list[str]]] = [
     ({"lr": None}, CafinTypeError, ["`lr`", "number", "None"]),
     ({"lr": [0.1]}, CafinTypeError, ["`lr`", "number", "[0.1]"]),
     ({"lr": np.ones(2)}, CafinTypeError, ["`lr`", "number"]),
+    ({"lr": np.str_("0.1")}, CafinTypeError, ["`lr`", "number", "'0.1'"]),
+    ({"beta": np.array(0.5 + 1j)}, CafinTypeError, ["`beta`", "number", "0.5+1.j"]),
+    ({"decoupled": "False"}, CafinTypeError, ["`decoupled`", "True or False", "'False'"]),
+    ({"error_if_nonfinite": "no"}, CafinTypeError, ["`error_if_nonfinite`", "True or False", "'no'"]),
     ({"beta": 1.0}, CafinValueError, ["`beta`", "[0, 1)", "1.0"]),
     ({"beta": -0.1}, CafinValueError, ["`beta`", "[0, 1)", "-0.1"]),
     ({"Lambda": 0.0}, CafinValueError, ["`Lambda`", "> 0", "got 0", "preconditioner"]),
@@ -214,3 +218,20 @@ def test_a_matrix_of_too_many_columns_is_refused_or_counted_right() -> None:
     with refuses(CafinValueError, "params[0]", str(2**32)):
         layout("fused_step", "params[0]", huge, 2**33)
     assert layout("fused_step", "params[0]", huge, 2**31).columns == 2**31
+
+
+NOTHING: dict[str, Any] = {"params": [], "grads": [], "momenta": []}
+
+
+def test_no_parameters_are_welcome() -> None:
+    fused_step(**NOTHING, lr=0.1)
+    fused_step({}, {}, {}, {}, lr=0.1, step=[])
+
+
+@pytest.mark.parametrize("name", ["grads", "momenta", "factors", "step"])
+def test_no_parameters_but_something_for_them(name: str) -> None:
+    """The list that is empty may be the one that is wrong."""
+    with refuses(CafinValueError, "fused_step", f"`{name}` must be", "a list of 0", "list of 1"):
+        fused_step(**{**NOTHING, name: [1] if name == "step" else [np.ones(2)]}, lr=0.1)
+    with refuses(CafinValueError, "`backend`", "'gpu'"):
+        fused_step(**NOTHING, lr=0.1, backend="gpu")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 from ..errors import CafinTypeError, refuse
@@ -58,6 +59,23 @@ class Columns:
     patches: tuple[Patches, ...] = ()
 
 
+def _has_shape(array: Any) -> bool:
+    """False for what has none, and for classes, modules and nested tensors, which have something else by that name."""
+    try:
+        return all(int(n) >= 0 for n in array.shape)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        return False
+
+
+def whole_number(value: Any, least: int) -> int | None:
+    """`value` as an int >= `least`; None if it is none."""
+    try:
+        number = None if isinstance(value, bool) else index(value)
+    except TypeError:
+        return None
+    return number if number is not None and number >= least else None
+
+
 @dataclass(frozen=True, eq=False)
 class Layer:
     """A weight, perhaps a bias, and the layer's name. Two descriptors are equal only if they are the same object."""
@@ -73,8 +91,10 @@ class Layer:
 
     def __post_init__(self) -> None:
         for name, array in (("weight", self.weight), ("bias", self.bias)):
-            if not hasattr(array, "shape") and not (name == "bias" and array is None):
+            if not _has_shape(array) and not (name == "bias" and array is None):
                 refuse(type(self).__name__, name, "be an array", type(array).__name__, kind=CafinTypeError)
+        if self.name is not None and not isinstance(self.name, str):
+            refuse(type(self).__name__, "name", "be a string or None", repr(self.name), kind=CafinTypeError)
         self._check(tuple(self.weight.shape))
         if self.bias is not None and math.prod(self.bias.shape) != self.outputs:
             refuse(type(self).__name__, "bias", f"have {self.outputs} elements", f"shape {tuple(self.bias.shape)}")

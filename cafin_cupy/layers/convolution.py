@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from operator import index
 from typing import Any, ClassVar
 
 from ..errors import refuse
-from .base import Columns, Layer, Patches, Shape, Three
+from .base import Columns, Layer, Patches, Shape, Three, whole_number
 
 Numbers = int | tuple[int, ...]
 COUNTED = {1: "one of them", 2: "two of them", 3: "three of them"}
@@ -37,18 +36,19 @@ class Convolution(Layer):
         self._ndim(shape, 2 + self.axes, f"({', '.join((*self._channels(), *TAPS[self.axes]))})")
         for name, least in (("stride", 1), ("padding", 0), ("dilation", 1)):
             object.__setattr__(self, name, self._numbers(name, getattr(self, name), least))
-        groups = self.groups
-        if isinstance(groups, bool) or not hasattr(groups, "__index__") or groups < 1 or shape[0] % groups:
+        groups = whole_number(self.groups, 1)
+        if groups is None or shape[0] % groups:
             name, rule = type(self).__name__, f"be a whole number that divides {self._channels()[0]} = {shape[0]}"
-            refuse(name, "groups", rule, repr(groups))
-        object.__setattr__(self, "groups", index(groups))
+            refuse(name, "groups", rule, repr(self.groups))
+        object.__setattr__(self, "groups", groups)
 
     def _numbers(self, name: str, value: Any, least: int) -> tuple[int, ...]:
-        each = tuple(value) if isinstance(value, (tuple, list)) else (value,) * self.axes
-        if len(each) != self.axes or any(isinstance(n, bool) or not hasattr(n, "__index__") or n < least for n in each):
+        given = value if isinstance(value, (tuple, list)) else (value,) * self.axes
+        each = tuple(n for n in (whole_number(n, least) for n in given) if n is not None)
+        if not len(each) == len(given) == self.axes:
             rule = f"be a whole number >= {least} or {COUNTED[self.axes]}"
             refuse(type(self).__name__, name, rule, repr(value))
-        return tuple(map(index, each))
+        return each
 
     def _channels(self) -> tuple[str, str]:
         """The weight's first two axes."""

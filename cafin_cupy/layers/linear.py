@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from operator import index
 from typing import Any
 
 from array_api_compat import array_namespace, device
 
 from ..errors import CafinTypeError, refuse
-from .base import Columns, Layer, Shape
+from .base import Columns, Layer, Shape, whole_number
 
 
 class Linear(Layer):
@@ -99,12 +98,14 @@ class Embedding(Layer):
         self._ndim(shape, 2, "(V, D)")
         if self.bias is not None:
             refuse("Embedding", "bias", "be None", f"shape {tuple(self.bias.shape)}")
-        place = self.padding_idx
-        if place is None:
+        if self.padding_idx is None:
             return
-        if isinstance(place, bool) or not hasattr(place, "__index__") or not -shape[0] <= place < shape[0]:
-            refuse("Embedding", "padding_idx", f"be None or a whole number below V = {shape[0]}", repr(place))
-        object.__setattr__(self, "padding_idx", index(place) % shape[0])
+        place = whole_number(self.padding_idx, -shape[0])
+        if place is None or place >= shape[0]:
+            refuse(
+                "Embedding", "padding_idx", f"be None or a whole number below V = {shape[0]}", repr(self.padding_idx)
+            )
+        object.__setattr__(self, "padding_idx", place % shape[0])
 
     @property
     def H_size(self) -> int:

@@ -1,0 +1,273 @@
+"""The random calls of `fuzz` find what they are there for: faults planted in the library, one of each kind, beside the
+same calls without it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TESTS))
+
+pytest.importorskip("torch")
+
+from fuzz import functions  # noqa: E402
+from fuzz.__main__ import Process, Target  # noqa: E402
+from fuzz.calls import figures  # noqa: E402
+from fuzz.worker import machines, play  # noqa: E402
+
+from cafin_cupy import AdaFisher, CafinError, CafinValueError, NonFiniteError, reference  # noqa: E402
+from cafin_cupy.adapters import torch as adapter  # noqa: E402
+from cafin_cupy.adapters.torch_plan import Plan  # noqa: E402
+from cafin_cupy.arrays import known  # noqa: E402
+from cafin_cupy.factors import ReferenceFactors  # noqa: E402
+from cafin_cupy.trees import leaves  # noqa: E402
+
+Call = Callable[..., Any]
+MACHINES = {m.__name__: m for target in ("numpy", "adapter") for m in machines(target)}
+SEQUENCES = 200  # at most, until a fault is found: some seconds
+
+
+def arrays(tree: Any) -> Iterator[Any]:
+    """Those in the argument of a call, which need not be all good."""
+    for name, leaf in leaves(tree, "x"):
+        with suppress(CafinError):
+            yield known(leaf, "planted", name)
+
+
+# ---- Faults of `fused_step`: the function goes in, one with the fault comes out ----
+
+
+def raises_another_error(call: Call) -> Call:
+    def planted(*trees: Any, **options: Any) -> None:
+        if options["beta"] == 0.5:
+            raise KeyError("beta")
+        call(*trees, **options)
+
+    return planted
+
+
+def does_nothing(call: Call) -> Call:
+    def planted(params: Any, *trees: Any, **options: Any) -> None:
+        if not isinstance(params, dict):
+            call(params, *trees, **options)
+
+    return planted
+
+
+def is_inexact(call: Call) -> Call:
+    def planted(params: Any, *trees: Any, **options: Any) -> None:
+        call(params, *trees, **options)
+        for p in arrays(params):
+            p *= 1 + 1e-3
+
+    return planted
+
+
+def changes_an_argument(call: Call) -> Call:
+    def planted(params: Any, grads: Any, *trees: Any, **options: Any) -> None:
+        call(params, grads, *trees, **options)
+        for g in arrays(grads):
+            if getattr(getattr(g, "flags", None), "writeable", False):
+                g *= -1
+
+    return planted
+
+
+def changes_a_list(call: Call) -> Call:
+    def planted(params: Any, grads: Any, *trees: Any, **options: Any) -> None:
+        call(params, grads, *trees, **options)
+        if isinstance(grads, list):
+            grads.clear()
+
+    return planted
+
+
+def writes_beside(call: Call) -> Call:
+    def planted(params: Any, *trees: Any, **options: Any) -> None:
+        call(params, *trees, **options)
+        for p in arrays(params):
+            if isinstance(p.base, np.ndarray):
+                p.base.reshape(-1)[-1] = 0.0
+
+    return planted
+
+
+def leaves_a_trace_of_a_refused_call(call: Call) -> Call:
+    def planted(params: Any, grads: Any, momenta: Any, *trees: Any, **options: Any) -> None:
+        try:
+            call(params, grads, momenta, *trees, **options)
+        except CafinError:
+            for m in arrays(momenta):
+                m += 1
+            raise
+
+    return planted
+
+
+def refuses_a_good_call(call: Call) -> Call:
+    def planted(*trees: Any, **options: Any) -> None:
+        if type(options["lr"]) is np.float32:
+            raise CafinValueError("no NumPy here")
+        call(*trees, **options)
+
+    return planted
+
+
+def takes_a_bad_call(call: Call) -> Call:
+    def planted(*trees: Any, **options: Any) -> None:
+        with suppress(CafinError):
+            call(*trees, **options)
+
+    return planted
+
+
+def raises_the_wrong_kind(call: Call) -> Call:
+    def planted(*trees: Any, **options: Any) -> None:
+        try:
+            call(*trees, **options)
+        except NonFiniteError as error:
+            raise CafinValueError(str(error)) from error
+
+    return planted
+
+
+FUSED_STEP: list[tuple[Callable[[Call], Call], type[Exception], str]] = [
+    (raises_another_error, KeyError, "beta"),
+    (does_nothing, AssertionError, "must be .* within"),
+    (is_inexact, AssertionError, "must be .* within"),
+    (changes_an_argument, AssertionError, "has changed what it may only read"),
+    (changes_a_list, AssertionError, "has changed what it may only read"),
+    (writes_beside, AssertionError, "has written beside an array"),
+    (leaves_a_trace_of_a_refused_call, AssertionError, "was refused and has changed"),
+    (refuses_a_good_call, AssertionError, "must not be refused: .*no NumPy here"),
+    (takes_a_bad_call, AssertionError, "must be refused"),
+    (raises_the_wrong_kind, AssertionError, r"raises CafinValueError\("),
+]
+
+
+@pytest.mark.parametrize("fault", FUSED_STEP, ids=lambda fault: fault[0].__name__)
+def test_faults_of_a_function(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, kind, words = fault
+    monkeypatch.setattr(functions, "fused_step", plant(functions.fused_step))
+    with pytest.raises(kind, match=words):
+        play(MACHINES["Functions"], "planted", SEQUENCES, shrink=False)
+
+
+# ---- Faults of methods: (machine, class, its method, the method with the fault, what is said) ----
+
+
+def _spoiling(change: Callable[[Any], None], kind: type[Exception]) -> Callable[[Call], Call]:
+    """The method, which changes something after an error of a kind."""
+
+    def plant(method: Call) -> Call:
+        def planted(self: Any, *arguments: Any, **options: Any) -> Any:
+            try:
+                return method(self, *arguments, **options)
+            except kind:
+                change(self)
+                raise
+
+        return planted
+
+    return plant
+
+
+def _count_a_step(optimizer: Any) -> None:
+    optimizer.steps += 1
+
+
+def _empty_state(optimizer: Any) -> None:
+    optimizer.state[optimizer.param_groups[0]["params"][0]]  # a defaultdict makes an entry
+
+
+def _nothing(method: Call) -> Call:
+    return lambda *arguments, **options: None
+
+
+def _without_scale(method: Call) -> Call:
+    return lambda self, grad_scale=1.0: method(self)
+
+
+def _last_left_out(method: Call) -> Call:
+    return lambda self: [*method(self)[:-1], None]
+
+
+def _one_row_more(method: Call) -> Call:
+    return lambda *arguments: (sums := method(*arguments))._replace(n=sums.n + 1)
+
+
+def _sums_kept(method: Call) -> Call:
+    return lambda self, set_to_none=True: super(adapter.AdaFisher, self).zero_grad(set_to_none)
+
+
+METHODS: dict[str, tuple[str, Any, str, Callable[[Call], Call], str]] = {
+    "a refused state counts": (
+        *("Optimizer", AdaFisher, "load_state_dict", _spoiling(_count_a_step, CafinError)),
+        "was refused and has changed",
+    ),
+    "accumulate does nothing": ("Optimizer", AdaFisher, "accumulate", _nothing, "must be"),
+    "no scale for factors": ("Optimizer", ReferenceFactors, "ready", _without_scale, "must be .* within"),
+    "a row too many": ("Values", reference, "raw_sums", _one_row_more, "raw .* must be .* within"),
+    "PyTorch: a parameter is left out": ("TorchOptimizer", Plan, "gradients", _last_left_out, "must be|assert"),
+    "PyTorch: a refused step makes state": (
+        *("TorchOptimizer", adapter.AdaFisher, "step", _spoiling(_empty_state, CafinError)),
+        "has changed",
+    ),
+    "PyTorch: zero_grad keeps sums": ("TorchOptimizer", adapter.AdaFisher, "zero_grad", _sums_kept, ""),
+    "PyTorch: a scale is left behind": ("TorchOptimizer", adapter, "forget_scale", _nothing, "has changed"),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_faults_of_a_method(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, owner, method, plant, words = METHODS[name]
+    monkeypatch.setattr(owner, method, plant(getattr(owner, method)))
+    with pytest.raises(AssertionError, match=words):
+        play(MACHINES[machine], "planted", SEQUENCES, shrink=False)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_without_a_fault_nothing_is_found(name: str) -> None:
+    """And the same seed makes the same calls."""
+    made = []
+    for _ in range(2):
+        before = figures.sequences, sum(figures.right.values()), sum(figures.refused.values())
+        play(MACHINES[name], "planted", 5, shrink=False)
+        after = figures.sequences, sum(figures.right.values()), sum(figures.refused.values())
+        made.append([b - a for a, b in zip(before, after)])
+    assert made[0] == made[1]
+    assert min(made[0]) > 0
+
+
+# ---- Faults that end a process, or do not let it end ----
+
+PROCESS = """
+import ctypes, time
+import cafin_cupy.update, fuzz.calls
+fuzz.calls.HANGS_AFTER = 3
+def planted(*trees, **options):
+    {fault}
+cafin_cupy.update.fused_step = planted
+"""
+
+
+@pytest.mark.parametrize("fault", ["ctypes.string_at(0)", "time.sleep(600)", "raise SystemExit(0)"])
+def test_faults_that_end_a_process(fault: str, tmp_path: Path) -> None:
+    """The last calls, and where the process was, are told."""
+    (tmp_path / "sitecustomize.py").write_text(PROCESS.format(fault=fault))
+    paths = [str(tmp_path), str(TESTS), os.environ.get("PYTHONPATH", os.getcwd())]
+    target = Target("numpy", {"PYTHONPATH": os.pathsep.join(paths)})
+    words, report = Process(target, ["--seed", "1", "--rounds", "1"], tmp_path).wait(time.time() + 60.0)
+    assert not report
+    assert "numpy died with exit code" in words
+    assert "its last calls:\nfused_step(" in words
+    assert "planted" in words or "SystemExit" in fault
