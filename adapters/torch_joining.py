@@ -28,7 +28,7 @@ PATH = "param_group['params']"
 def join(optimizer: AdaFisher, param_group: Any, add: Callable[[dict[str, Any]], None]) -> None:
     """See `AdaFisher.add_param_group`; `add` is torch's."""
     group = later_group(optimizer, param_group)
-    checked_hyper(optimizer, WHERE, {**optimizer.defaults, **group}, "param_group['{}']")
+    checked_hyper(optimizer, WHERE, {**optimizer.defaults, **group})
     found = find_joined(optimizer.model, optimizer._layers)
     factors = None if found is None else extended(optimizer, found[0], group["params"])
     add(group)

@@ -140,6 +140,11 @@ def take_momentum(optimizer: AdaFisher, given: Any) -> None:
     where, mend = "load_momentum", "it must come from the state_dict() of Adam, AdamW or the like"
     if not of_adam(given):
         refuse(where, "state_dict", "hold `exp_avg`, and no factors", _told(given), mend)
+    _mapping("state_dict", given, ("param_groups",), mend, where)
+    groups = given["param_groups"]
+    listed = isinstance(groups, (list, tuple)) and all(isinstance(group, Mapping) for group in groups)
+    if not listed or not all(isinstance(group.get("params"), (list, tuple)) for group in groups):
+        refuse(where, "param_groups", "be a list of groups with their 'params'", repr(groups), mend, CafinTypeError)
     given = in_own_order(where, optimizer, given)
     every = [p for group in optimizer.param_groups for p in group["params"]]
     indices = [index for group in given["param_groups"] for index in group["params"]]
