@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from cafin_cupy.arrays import torch_view
 from cafin_cupy.backend import choose_for_all, requested
+from cafin_cupy.curvature import Curvature, look
 from cafin_cupy.errors import BackendError, CafinTypeError, refuse
 from cafin_cupy.factors import Factors
 from cafin_cupy.interrupts import uninterrupted
 from cafin_cupy.layers import Layer
 from cafin_cupy.optimizer import make_factors, owners
 from cafin_cupy.rule import DEFAULT_GAMMA, Averaging, Hyper, flag, whole
+from cafin_cupy.summary import Summary, summarise
 from cafin_cupy.update import ReferenceUpdate
 
 try:
@@ -30,13 +32,14 @@ try:
 except ImportError:  # internal to torch, so they may go: then every step looks for hooks, as torch does
     _global_optimizer_pre_hooks = _global_optimizer_post_hooks = {0: None}  # type: ignore[assignment,dict-item]
 
-from .torch_attention import attach_to_attention, leave_interrupted
+from .torch_attention import attach_to_attention
 from .torch_capture import RUN_FIRST, CapturedIteration, check_capture
 from .torch_checks import check_finite, check_model, check_ranks
 from .torch_groups import Group, check_arguments, groups_of
 from .torch_joining import join
 from .torch_kinds import register_layer, unregister_layer
 from .torch_layers import attach, find_layers
+from .torch_parts import parts, rates
 from .torch_plan import Plan
 from .torch_scalars import checked_hyper, forget_scale, unscaling
 from .torch_state import copied, go_on_from, take_momentum, take_over, with_factors
@@ -169,7 +172,7 @@ class AdaFisher(torch.optim.Optimizer):
         self._reference = ReferenceUpdate()
 
     def _find_layers(self) -> None:
-        self._layers, self._modules = find_layers(self.model)
+        self._layers, self._modules, self._kinds = find_layers(self.model)
         self._owners = owners(self._layers)
 
     @property
@@ -236,8 +239,6 @@ class AdaFisher(torch.optim.Optimizer):
     def _attach(self, waiting: bool = False) -> None:
         """Hooks live on sampled steps only; in a compiled model they stay, closed. So they do `waiting` for a model's
         first call after the optimizer was made or loaded, as that may be the one that is compiled."""
-        if self._taps:
-            leave_interrupted()
         sampled = self.samples
         wanted = sampled or self._compiled or waiting
         stale = bool(self._gates) and self._gates[0].open is not sampled
@@ -307,6 +308,19 @@ class AdaFisher(torch.optim.Optimizer):
         """
         counts = self._factors.skips()
         return {name: counts[index] for name, _, index, _ in self._modules}
+
+    def summary(self) -> Summary:
+        """Each parameter with its layer, factors and bytes of state: a table to print, and rows of data."""
+        return summarise(f"{type(self).__name__} on the {self.backend} backend", parts(self), self.averaging)
+
+    @torch.no_grad()
+    def curvature(self) -> Curvature:
+        """{parameter name: extremes and mean of F, and how far a step moves it}, as all is now. Waits when first read.
+
+        Raises:
+            CafinError: a scalar has been set to what a step would refuse.
+        """
+        return look(parts(self), self._factors, rates(self, "curvature"))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and what the backward passes that made them have added to the factors' sums."""

@@ -21,6 +21,7 @@ _numbers = count()
 _taps: WeakValueDictionary[str, Tap] = WeakValueDictionary()
 _ORDER = torch.zeros(1)  # which the operation is said to change, so that no compiler drops it or moves it past another
 
+_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 _transforming = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
@@ -44,6 +45,8 @@ def _enters(key: str) -> bool:
 
 def trace(tap: Tap, module: Any, args: Any, kwargs: Any, output: Any) -> None:
     """What Dynamo traces of a layer's forward hook."""
+    if _exporting():
+        return
     key = tap.key + ""  # Dynamo takes it for a constant once something has been done with it
     if not _enters(key) or not tap.open or not torch.is_grad_enabled():
         return

@@ -34,7 +34,7 @@ def join(optimizer: AdaFisher, param_group: Any, add: Callable[[dict[str, Any]],
     add(group)
     if found is not None:
         optimizer._detach()
-        optimizer._layers, optimizer._modules = found
+        optimizer._layers, optimizer._modules, optimizer._kinds = found
         optimizer._kept_factors, optimizer._owners = factors, owners(optimizer._layers)
         optimizer._attach(waiting=True)
     names = {id(p): name for name, p in optimizer.model.named_parameters()}

@@ -91,9 +91,28 @@ def register_layer(
         if layer is not None and not isinstance(layer, Layer):
             rule = "return a layer descriptor or None"
             refuse(where, f"describe of {module_type.__name__}", rule, type(layer).__name__, kind=CafinTypeError)
-        return [layer] if layer is not None and isinstance(layer.weight, nn.Parameter) else ()
+        if layer is None or not isinstance(layer.weight, nn.Parameter):
+            return ()
+        if not any(layer.weight is p for p in module.parameters()):
+            rule = "describe a parameter of the module it is given"
+            refuse(where, f"describe of {module_type.__name__}", rule, f"another one for {name!r}")
+        return [layer]
 
-    _registered[module_type] = Kind(checked, take or _first, arrange or _as_they_are)
+    def pair(name: str, call: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+        def checked(*arguments: Any) -> tuple[Any, Any]:
+            given: Any = call(*arguments)
+            if not isinstance(given, (tuple, list)) or len(given) != 2:
+                what = f"{name} of {module_type.__name__}"
+                refuse(where, what, "return a pair", type(given).__name__, kind=CafinTypeError)
+            return given[0], given[1]
+
+        return checked
+
+    _registered[module_type] = Kind(
+        checked,
+        pair("take", take) if take else _first,
+        pair("arrange", arrange) if arrange else _as_they_are,
+    )
 
 
 def unregister_layer(module_type: type[nn.Module]) -> None:

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cafin_cupy.errors import CafinValueError, refuse
 from cafin_cupy.layers import Layer
 
 from . import torch_compiled
 from .torch_kinds import Kind, kind_of
 
 
-def find_layers(model: nn.Module) -> tuple[list[Layer], list[tuple[str, nn.Module, int, Layer]]]:
-    """Descriptors in module order, and (name, module, place of its factors, descriptor) of each layer. Modules that
-    hold the same weight and bias share the factors of the first. An embedding whose weight another layer multiplies by,
-    as a language model's head does, has none: every row of their gradient is the other's, also where none was looked
-    up."""
+def find_layers(model: nn.Module) -> tuple[list[Layer], list[tuple[str, nn.Module, int, Layer]], list[Kind]]:
+    """Descriptors in module order; (name, module, place of its factors, descriptor) of each layer; its kind.
+
+    Modules that hold the same weight and bias share the factors of the first. An embedding whose weight another layer
+    multiplies by, as a language model's head does, has none: every row of their gradient is the other's, also where
+    none was looked up.
+    """
     described = [
-        (name, module, layer)
+        (name, module, layer, kind)
         for name, module in model.named_modules()
         if (kind := kind_of(module)) is not None
         for layer in kind.describe(module, name)
     ]
-    multiplied = {id(layer.weight) for _, _, layer in described if not layer.counted}
+    multiplied = {id(layer.weight) for _, _, layer, _ in described if not layer.counted}
     layers: list[Layer] = []
     modules: list[tuple[str, nn.Module, int, Layer]] = []
+    kinds: list[Kind] = []
     shared: dict[Any, int] = {}
-    for name, module, layer in described:
+    for name, module, layer, kind in described:
         if layer.counted and id(layer.weight) in multiplied:
             continue
         key = identity(layer)
@@ -38,7 +43,12 @@ def find_layers(model: nn.Module) -> tuple[list[Layer], list[tuple[str, nn.Modul
             shared[key] = len(layers)
             layers.append(layer)
         modules.append((layer.name or name, module, shared[key], layer))
-    return layers, modules
+        kinds.append(kind)
+    name, times = Counter(entry[0] for entry in modules).most_common(1)[0] if modules else ("", 0)
+    if times > 1:
+        mend = "give each descriptor the name that `describe` is given"
+        refuse("AdaFisher", "model", "have a name of its own for each layer", f"{times} of {name!r}", mend)
+    return layers, modules, kinds
 
 
 def identity(layer: Layer) -> Any:
@@ -48,24 +58,23 @@ def identity(layer: Layer) -> Any:
 
 def find_joined(
     model: nn.Module, known: list[Layer]
-) -> tuple[list[Layer], list[tuple[str, nn.Module, int, Layer]]] | None:
+) -> tuple[list[Layer], list[tuple[str, nn.Module, int, Layer]], list[Kind]] | None:
     """`find_layers` of a model to which layers may have been added: those that are `known` keep their places, and the
     others come behind them. None if there are no others."""
-    layers, modules = find_layers(model)
+    layers, modules, kinds = find_layers(model)
     places = {identity(layer): place for place, layer in enumerate(known)}
     joined = [layer for layer in layers if identity(layer) not in places]
     if not joined:
         return None
     places.update((identity(layer), place) for place, layer in enumerate(joined, len(known)))
     moved = [(name, module, places[identity(layers[index])], layer) for name, module, index, layer in modules]
-    return [*known, *joined], moved
+    return [*known, *joined], moved, kinds
 
 
 def attach(optimizer: Any) -> Iterator[Any]:
     """Hook all layers that are called; the handles of the hooks."""
-    for _, module, index, layer in optimizer._modules:
-        kind = kind_of(module)
-        if kind is not None and not kind.lends:
+    for (_, module, index, layer), kind in zip(optimizer._modules, optimizer._kinds):
+        if not kind.lends:
             tap = Tap(optimizer, index, layer, kind, module)
             optimizer._gates.append(tap)
             yield module.register_forward_hook(tap, with_kwargs=True)
@@ -119,19 +128,23 @@ class Tap:
             return
         if h.layout is not torch.strided or h.is_nested:  # the layer keeps its factors, and a warning names it
             return
-        if _transforming():  # per-sample gradients and the like: their tensors mean nothing outside the transform
+        if transforming():  # per-sample gradients and the like: their tensors mean nothing outside the transform
             return
         if not self.trains:
             return
         optimizer.prepare()
         itself = self.layer.weight.requires_grad and self.kind.keeps(module, h)
         kept = keep(h.detach() if itself else h.detach().clone())
-        output.register_hook(_Catch(optimizer, receiver or self, module, kept))
+        output.register_hook(_Catch(self._optimizer, receiver or self, module, kept))
 
     def receive(self, optimizer: Any, module: nn.Module, h: Tensor, s: Tensor) -> None:
         """From backward."""
         h, s = self.kind.arrange(module, h, s)
-        optimizer._receive(self.index, h, s, self.layer)
+        try:
+            optimizer._receive(self.index, h, s, self.layer)
+        except CafinValueError as error:
+            mend = f"if {type(module).__name__} takes or returns something else first, `register_layer` can tell"
+            raise CafinValueError(f"{error}; {mend}") from error
 
     def _remove(self, module: nn.Module) -> None:
         for hooks in (module._forward_hooks, module._forward_hooks_with_kwargs):
@@ -151,17 +164,19 @@ class _Catch:
 
     __slots__ = ("_kept", "_module", "_optimizer", "_tap")
 
-    def __init__(self, optimizer: Any, tap: Tap, module: nn.Module, kept: Any) -> None:
-        self._optimizer, self._tap, self._module, self._kept = optimizer, tap, module, kept
+    def __init__(self, optimizer: Any, tap: Any, module: nn.Module, kept: Any) -> None:
+        self._optimizer, self._tap, self._module, self._kept = optimizer, tap, module, kept  # the first one is weak
 
     def __call__(self, s: Tensor) -> None:
-        kept, module = self._kept, self._module
-        if kept is None:  # a second backward through a freed graph: torch will say so
+        kept, module, optimizer = self._kept, self._module, self._optimizer()
+        if kept is None or optimizer is None:  # a second backward through a freed graph: torch will say so
             return
-        h = kept if isinstance(kept, Tensor) else kept[0].grad_fn.saved_tensors[0]
         if not _graph_is_kept():
             self._kept = None  # free the input now: the script may hold on to the loss
-        self._tap.receive(self._optimizer, module, h, s.detach())
+        if transforming() or _is_batched(s):  # many gradients at once, as for a Jacobian: none of them is the loss's
+            return
+        h = kept if isinstance(kept, Tensor) else kept[0].grad_fn.saved_tensors[0]
+        self._tap.receive(optimizer, module, h, s.detach())
 
 
 class _Keep(torch.autograd.Function):
@@ -188,7 +203,8 @@ def keep(h: Tensor) -> Any:
     return (_Keep.apply(h, _ANCHOR),)  # the saved tensor lives as long as this one
 
 
-_transforming = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+transforming = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+_is_batched = getattr(getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda s: False)
 # True if the running backward retains its graph, so that another may follow.
 _graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore: ())

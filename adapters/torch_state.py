@@ -190,6 +190,9 @@ def go_on_from(optimizer: AdaFisher, ours: tuple[Any, ...]) -> None:
     optimizer.__dict__.update(mine)
     optimizer._reset()
     optimizer._find_layers()
+    if [(len(each), len(other)) for each, other in zip(H, S)] != [(x.H_size, x.S_size) for x in optimizer._layers]:
+        rule, got = f"have the {len(H)} layers that it had", f"{len(optimizer._layers)} or others"
+        refuse("copy", "model", rule, got, "call register_layer as before")
     for index, pair in enumerate(zip(H, S)):
         optimizer._factors.load(index, *pair)
     optimizer._factors.count_from(skipped)

@@ -1,4 +1,4 @@
-"""Command line: `python -m cafin_cupy train` and `python -m cafin_cupy doctor`."""
+"""Command line: `python -m cafin_cupy train`, `profile` and `doctor`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from . import __version__
+from . import __version__, environment
 from .errors import CafinError
 
 OPTIMIZERS = ("adafisher", "adafisherw", "adamw", "sgd")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of both commands; a training option that is not given stays None, so that its default applies."""
+    """The parser of all commands; an option that is not given stays None, so that its default applies."""
     top = argparse.ArgumentParser(
         "python -m cafin_cupy", description="Fused AdaFisher optimizer: try it, and look after it."
     )
@@ -48,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--batch-size", type=int, metavar="N", help="default: 64")
     run.add_argument("--seed", type=int, metavar="N", help="of weights, order and shifts; default: 0")
     run.add_argument("--output", type=Path, metavar="PATH", help="PNG of the curves; default: training.png")
+    run.add_argument("--factors", type=Path, metavar="FILE", help="PNG of all factors over the steps (AdaFisher)")
     run.add_argument(
         "--checkpoint",
         type=Path,
@@ -55,6 +57,22 @@ def parser() -> argparse.ArgumentParser:
         help="save all there after each epoch, and go on from it if it exists",
     )
     run.add_argument("--quiet", action="store_true", help="print the summary alone")
+
+    profile = commands.add_parser(
+        "profile",
+        help="time a training step of your own with AdaFisher, AdamW and SGD",
+        description="Times forward, backward and optimizer of your own model with PyTorch's AdamW and SGD and with "
+        "AdaFisher, a few iterations of each in turn, and says what the switch would cost.",
+        epilog="FUNCTION takes no argument and returns (model, loss_of). loss_of(model) runs the forward pass over a "
+        "batch and returns the loss; it is called with copies of the model, and must use the one that it is given. "
+        "Precision, device and torch.compile are as FUNCTION has them. MODULE is imported from the present folder "
+        "first, so a script needs `if __name__ == '__main__':` around its own run.",
+    )
+    profile.add_argument("task", metavar="MODULE:FUNCTION", help="what makes model and loss, as in train:task")
+    profile.add_argument("--optimizer", choices=OPTIMIZERS[:2], help="default: adafisher")
+    profile.add_argument("--TCov", type=int, metavar="N", help="every Nth step refreshes the factors, default: 100")
+    profile.add_argument("--averaging", choices=("parity", "paper"), help="rule of the factors, default: parity")
+    profile.add_argument("--steps", type=int, metavar="N", help="iterations to time of each kind, default: 20")
 
     commands.add_parser(
         "doctor",
@@ -65,22 +83,36 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _train(options: dict[str, Any]) -> int:
+    environment.require("train", environment.TRAIN)
+    from . import train
+
+    return train.report(train.Settings(**options))
+
+
+def _profile(options: dict[str, Any]) -> int:
+    environment.require("profile", environment.PROFILE)
+    from . import profile
+
+    return profile.report(profile.Settings(**options))
+
+
+def _doctor(options: dict[str, Any]) -> int:
+    from . import doctor
+
+    return doctor.report()
+
+
+COMMANDS = {"train": _train, "profile": _profile, "doctor": _doctor}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code: 0, or 1 after one sentence on standard error (2 for a wrong command line)."""
     options = vars(parser().parse_args(argv))
     command = options.pop("command")
+    options = {name: value for name, value in options.items() if value is not None}
     try:
-        if command == "doctor":
-            from .doctor import report
-
-            return report()
-        from .environment import require_train
-
-        require_train()
-        from .train import Settings
-        from .train import report as train
-
-        return train(Settings(**{name: value for name, value in options.items() if value is not None}))
+        return COMMANDS[command](options)
     except (CafinError, OSError) as error:
         print(f"cafin_cupy: {error}", file=sys.stderr)
         return 1

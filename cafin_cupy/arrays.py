@@ -228,18 +228,23 @@ def _cuda_device(array: Any) -> int:
     return int(device)
 
 
+def stream_address(stream: Any) -> int:
+    """Address of a stream of torch's or CuPy's, or of one that is given by its address."""
+    for attribute in ("cuda_stream", "ptr"):
+        if hasattr(stream, attribute):
+            return int(getattr(stream, attribute))
+    if not isinstance(stream, int):
+        refuse("fused_step", "stream", "be a stream or its address", repr(stream), kind=CafinTypeError)
+    return stream
+
+
 def current_stream(array: Any, device: int, stream: Any = None) -> int:
     """Address of the stream to work on: `stream` if given, else the current one of the framework that owns `array`.
     Whatever launches asks for one, so a forked process is told here."""
     if forks.child:
         forks.refuse_child("current_stream")
     if stream is not None:
-        for attribute in ("cuda_stream", "ptr"):  # torch's and CuPy's streams
-            if hasattr(stream, attribute):
-                return int(getattr(stream, attribute))
-        if isinstance(stream, int):
-            return stream
-        refuse("fused_step", "stream", "be a stream or its address", repr(stream), kind=CafinTypeError)
+        return stream_address(stream)
     torch = torch_of(array)
     if torch is not None and array.is_cuda:
         return int(torch._C._cuda_getCurrentRawStream(device))
@@ -265,6 +270,12 @@ def on_device(device: int) -> Any:
     import cupy
 
     return nullcontext() if cupy.cuda.runtime.getDevice() == device else cupy.cuda.Device(device)
+
+
+def at(array: Any) -> Any:
+    """Context for array code beside `array`, which the reference can compute on; torch finds its device by itself."""
+    place = "cpu" if torch_of(array) is not None else where_is(array)
+    return nullcontext() if isinstance(place, str) else on_device(place)
 
 
 def allocate(like: Any, size: int) -> tuple[Any, int]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Mapping
 from importlib import metadata, util
 
 from .errors import BackendError
 
 # The extra [train]: each module and the name under which it is installed.
 TRAIN = {"torch": "torch", "sklearn": "scikit-learn", "matplotlib": "matplotlib", "tqdm": "tqdm"}
+
+PROFILE = {"torch": "torch"}
 
 # What the extras [cuda12] and [cuda13] need at least.
 CUDA = {
@@ -33,11 +36,11 @@ def version(*distributions: str) -> str | None:
     return None
 
 
-def require_train() -> None:
-    """Raise a `BackendError` that names what the training program still needs, if anything."""
-    missing = [name for module, name in TRAIN.items() if not installed(module)]
+def require(command: str, modules: Mapping[str, str]) -> None:
+    """Raise a `BackendError` that names what a command still needs of `modules`, if anything."""
+    missing = [name for module, name in modules.items() if not installed(module)]
     if missing:
-        raise BackendError(f"train: needs {', '.join(missing)}; install with: pip install {' '.join(missing)}")
+        raise BackendError(f"{command}: needs {', '.join(missing)}; install with: pip install {' '.join(missing)}")
 
 
 def driver() -> tuple[int, int] | None:

@@ -47,12 +47,23 @@ def problem() -> str | None:
         return _left
     try:
         path = _path()
-        there = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
+        there = next(place for place in (path, *path.absolute().parents) if _is_there(place))
         with tempfile.TemporaryFile(dir=there) as file:
             file.write(bytes(PROBE))
     except OSError as error:
         return _reason(error)
     return None
+
+
+def _is_there(path: Path) -> bool:
+    """False if it could be made; a link to nowhere could not."""
+    if os.path.lexists(path):
+        return True
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    return True  # another error, of too long a name say, is raised
 
 
 def _reason(error: OSError) -> str:

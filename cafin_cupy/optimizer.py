@@ -10,15 +10,18 @@ from array_api_compat import array_namespace
 
 from .arrays import View, beside, current_stream, known, place, view
 from .backend import choose
+from .curvature import Curvature, look
 from .errors import CafinError, CafinTypeError, refuse
 from .factors import Factors, ReferenceFactors
 from .interrupts import uninterrupted
 from .layers import Layer
 from .memory import moved, refuse_overlap
 from .nonfinite import raw_moments, refuse_nonfinite
+from .parts import parts, rates
 from .rule import DEFAULT_GAMMA, Averaging, Hyper, at_least, flag, whole
 from .spread import SpreadFactors
 from .streams import joined
+from .summary import Summary, summarise
 from .trees import leaves, structure
 from .update import (
     FLOATS,
@@ -144,7 +147,8 @@ class AdaFisher:
         self._factors = make_factors(self._layers, self.averaging, self.backend, {self._p[0].device})
         self._places = {id(layer): index for index, layer in enumerate(self._layers)}
         belongs = owners(self._layers)
-        self._pairs = [self._pair(belongs.get(id(array))) for _, array in self._named]
+        self._owners = [belongs.get(id(array)) for _, array in self._named]
+        self._pairs = list(map(self._pair, self._owners))
         self._launch = self._launcher(where) if self.backend == "cuda" else None
         self._reference = ReferenceUpdate()
         self.steps = 0
@@ -315,6 +319,18 @@ class AdaFisher:
         Counted on the device; reading it waits. Copies go on from it, while `load_state_dict` starts again from 0.
         """
         return dict(zip(self.factors(), self._factors.skips()))
+
+    def summary(self) -> Summary:
+        """Each parameter with its layer, factors and bytes of state: a table to print, and rows of data."""
+        return summarise(f"AdaFisher on the {self.backend} backend", parts(self), self.averaging)
+
+    def curvature(self) -> Curvature:
+        """{parameter name: extremes and mean of F, and how far a step moves it}, as all is now. Waits when first read.
+
+        Raises:
+            CafinError: a scalar has been set to what a step would refuse.
+        """
+        return look(parts(self), self._factors, rates(self, "curvature"))
 
     def state_dict(self) -> dict[str, Any]:
         """`steps`, `momenta`, and `H`, `S` in the order of `layers`: the arrays themselves, not copies."""

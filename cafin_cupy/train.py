@@ -18,7 +18,9 @@ from tqdm import tqdm
 
 from . import checkpoint, digits, rule, runtime
 from .backend import requested
+from .clock import Clock
 from .errors import refuse
+from .recorder import Recorder
 
 # What suits each optimizer on this very task. Parity averaging leaves F near Lambda: a step is that of momentum SGD
 # with lr / Lambda, here 1, where PyTorch's SGD, whose momentum is a sum and no mean, would say 0.1. By the paper's rule
@@ -38,7 +40,8 @@ class Settings:
     """What to train and how. None takes the default of the optimizer (`DEFAULTS`).
 
     Raises:
-        CafinError: a value is out of range, the device is missing, or `output` or `checkpoint` cannot be a file.
+        CafinError: a value is out of range, the device is missing, or `output`, `checkpoint` or `factors` cannot
+            be a file.
     """
 
     optimizer: str = "adafisher"
@@ -55,10 +58,11 @@ class Settings:
     seed: int = 0
     output: Path = Path("training.png")
     checkpoint: Path | None = None
+    factors: Path | None = None
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("backend", "Lambda", "TCov", "gamma", "averaging"):
+        for name in ("backend", "Lambda", "TCov", "gamma", "averaging", "factors"):
             if not self.adafisher and getattr(self, name) is not None:
                 refuse("train", name, "be given for AdaFisher alone", f"one for {self.optimizer}", "leave it out")
         if self.adafisher:
@@ -77,7 +81,8 @@ class Settings:
         rule.at_least("train", "weight_decay", self.weight_decay, 0.0)
         if self.device == "cuda" and not torch.cuda.is_available():
             refuse("train", "device", "be a GPU that PyTorch sees", "none", "`python -m cafin_cupy doctor` tells why")
-        for name, path in (("output", self.output), ("checkpoint", self.checkpoint)):
+        for name in ("output", "checkpoint", "factors"):
+            path = getattr(self, name)
             if path is not None and (not path.parent.is_dir() or path.is_dir()):
                 refuse("train", name, "be a file in a folder that exists", path)
 
@@ -88,7 +93,7 @@ class Settings:
     @property
     def decisive(self) -> dict[str, Any]:
         """Those that decide what is trained, and how."""
-        aside = ("device", "backend", "output", "checkpoint", "quiet")
+        aside = ("device", "backend", "output", "checkpoint", "factors", "quiet")
         return {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in aside}
 
     @property
@@ -118,6 +123,7 @@ class Result:
         update_seconds: median of `optimizer.step()` alone, on steps that refresh no factors.
         factor_seconds: what a step that refreshes factors takes longer; None where all steps do, or none.
         seconds: the whole run.
+        recorder: the factors over the steps of this run, if they were asked for.
     """
 
     epochs: list[Epoch]
@@ -126,6 +132,7 @@ class Result:
     update_seconds: float
     factor_seconds: float | None
     seconds: float
+    recorder: Recorder | None = None
 
     @property
     def accuracy(self) -> float:
@@ -167,30 +174,19 @@ def _why(settings: Settings, backend: str) -> str:
 
 
 class Stopwatch:
-    """Marks between the parts of each step: CUDA events on a GPU, which stop nothing, else the clock."""
+    """Marks between the parts of each step."""
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
+        self.clock = Clock(device)
         self.plain: list[tuple[Any, Any, Any]] = []
         self.sampled: list[tuple[Any, Any, Any]] = []
 
-    def mark(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def medians(self, steps: list[tuple[Any, Any, Any]]) -> tuple[float, float]:
         """Median seconds of the whole step and of its update."""
-        if self.cuda:
-            torch.cuda.synchronize()
-        whole = [self._between(start, end) for start, _, end in steps]
-        update = [self._between(middle, end) for _, middle, end in steps]
+        self.clock.wait()
+        whole = [self.clock.between(start, end) for start, _, end in steps]
+        update = [self.clock.between(middle, end) for _, middle, end in steps]
         return median(whole), median(update)
-
-    def _between(self, start: Any, end: Any) -> float:
-        return float(start.elapsed_time(end)) / 1e3 if self.cuda else float(end - start)
 
 
 def train(settings: Settings) -> Result:
@@ -208,6 +204,7 @@ def train(settings: Settings) -> Result:
     x, y, x_test, y_test = digits.load(device)
     model = digits.Network().to(device)
     optimizer, backend = build_optimizer(settings, model)
+    recorder = Recorder(optimizer) if settings.factors is not None else None
     watch = Stopwatch(device)
     if not settings.quiet:
         print(f"{settings.optimizer} on {device}; backend {backend}")
@@ -229,6 +226,8 @@ def train(settings: Settings) -> Result:
             for batch in order[: batches * settings.batch_size].chunk(batches):
                 images, labels = digits.shifted(x[batch], generator), y[batch]
                 loss, logits = _step(model, optimizer, watch, images, labels)
+                if recorder is not None:
+                    recorder.record()
                 schedule.step()
                 loss_sum += loss
                 right += (logits.argmax(1) == labels).sum()
@@ -247,7 +246,7 @@ def train(settings: Settings) -> Result:
                     f"epoch {epoch + 1:3d}  loss {line.loss:.4f}  train {line.train_accuracy:7.2%}  "
                     f"test {line.test_accuracy:7.2%}  {line.seconds:.2f} s"
                 )
-    return _result(epochs, backend, watch, time.perf_counter() - began)
+    return _result(epochs, backend, watch, time.perf_counter() - began, recorder)
 
 
 def _save(
@@ -283,13 +282,13 @@ def _step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     sampled = bool(getattr(optimizer, "samples", False))
     optimizer.zero_grad()
-    start = watch.mark()
+    start = watch.clock.mark()
     logits = model(images)
     loss = functional.cross_entropy(logits, labels)
     loss.backward()
-    middle = watch.mark()
+    middle = watch.clock.mark()
     optimizer.step()
-    (watch.sampled if sampled else watch.plain).append((start, middle, watch.mark()))
+    (watch.sampled if sampled else watch.plain).append((start, middle, watch.clock.mark()))
     return loss.detach(), logits.detach()
 
 
@@ -300,10 +299,10 @@ def accuracy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
     return (model(x).argmax(1) == y).float().mean().item()
 
 
-def _result(epochs: list[Epoch], backend: str, watch: Stopwatch, seconds: float) -> Result:
+def _result(epochs: list[Epoch], backend: str, watch: Stopwatch, seconds: float, recorder: Recorder | None) -> Result:
     step, update = watch.medians(watch.plain or watch.sampled)
     factors = watch.medians(watch.sampled)[0] - step if watch.plain and watch.sampled else None
-    return Result(epochs, backend, step, update, factors, seconds)
+    return Result(epochs, backend, step, update, factors, seconds, recorder)
 
 
 def draw(settings: Settings, result: Result) -> None:
@@ -345,4 +344,7 @@ def report(settings: Settings) -> int:
     if result.factor_seconds is not None:
         print(f"factors: {1e3 * result.factor_seconds:+.2f} ms on one step in {settings.TCov}, forward to update")
     print(f"curves in {settings.output}")
+    if settings.factors is not None and result.recorder is not None:
+        result.recorder.draw(settings.factors, title=f"{settings.optimizer}, {settings.averaging} averaging, digits")
+        print(f"factors over the steps in {settings.factors}")
     return 0

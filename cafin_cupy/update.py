@@ -15,6 +15,7 @@ from .arrays import (
     known,
     place,
     same_strides,
+    stream_address,
     torch_of,
     view,
 )
@@ -119,6 +120,8 @@ def fused_step(
     where = "fused_step"
     hyper = Hyper.checked(where, lr, beta, Lambda, weight_decay, decoupled)
     error_if_nonfinite = flag(where, "error_if_nonfinite", error_if_nonfinite)
+    if stream is not None:
+        stream_address(stream)
     named = list(leaves(params, "params"))
     p = [view(array, where, name) for name, array in named]
     for (name, _), v in zip(named, p):

@@ -128,12 +128,22 @@ def test_a_folder_that_can_be_written_is_no_problem(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("file", "Not a directory"), ("file/folder", "Not a directory"), ("", "CUPY_CACHE_DIR is empty")],
+    [
+        ("file", "Not a directory"),
+        ("file/folder", "Not a directory"),
+        ("", "CUPY_CACHE_DIR is empty"),
+        ("nowhere", "No such file"),
+        ("nowhere/folder", "No such file"),
+        ("circle", "Too many levels of symbolic links"),
+        ("x" * 300, "File name too long"),
+    ],
 )
 def test_a_folder_that_cannot_be_made(
     name: str, words: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / name) if name else "")
     problem = kernel_cache.problem()
     assert problem is not None and words in problem

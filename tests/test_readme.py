@@ -34,7 +34,7 @@ def test_the_table_names_every_layer():
 
 
 def test_every_block_has_its_test():
-    assert len(BLOCKS) == 6
+    assert len(BLOCKS) == 7
 
 
 def test_pytorch_example():
@@ -69,6 +69,16 @@ def test_example_of_a_layer_of_ones_own():
 
     assert names["optimizer"].factors().keys() == {"0", "1"}
     unregister_layer(names["LlamaRMSNorm"])
+
+
+def test_example_of_seeing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = run(block("Recorder(optimizer)"))
+    assert "adafisher/12.weight/mean" in names["scalars"] and len(names["recorder"].steps) == 4
+    assert (tmp_path / "factors.png").is_file()
+    table = capsys.readouterr().out.strip()
+    if names["optimizer"].backend == "reference":
+        assert f"```\n{table}\n```" in README.read_text(encoding="utf-8")
 
 
 def test_checkpoint_example(tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode  # noq
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_helpers import assert_same, everything, near, torch_device, weighted  # noqa: E402, F401
 
+from cafin_cupy.adapters import torch_attention  # noqa: E402
 from cafin_cupy.adapters.torch import AdaFisher  # noqa: E402
 
 WIDTH, HEADS = 8, 2
@@ -405,3 +408,98 @@ def test_compiled(device: str) -> None:
     for name, value in results[0].items():
         if isinstance(value, Tensor):
             near(value, results[1][name], name)
+
+
+# What stands around it
+
+
+def encoder(device: str) -> nn.TransformerEncoderLayer:
+    torch.manual_seed(0)
+    return nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.0, batch_first=True).to(device)
+
+
+def test_two_optimizers_of_one_attention(device: str) -> None:
+    """As of a notebook's cell that has run twice. Each sees all of it, however many forwards come before a step."""
+    model, x = encoder(device), torch.randn(2, 3, WIDTH, device=device)
+    first, second = (AdaFisher(model, TCov=1, averaging=RAW) for _ in range(2))
+    for _ in range(3):
+        model(x).square().sum().backward()
+    assert _get_current_function_mode() is None
+    first.step()
+    second.step()
+    alone = AdaFisher(other := encoder(device), TCov=1, averaging=RAW)
+    for _ in range(3):
+        other(x).square().sum().backward()
+    alone.step()
+    for each in (first, second):
+        for name, pair in alone.factors().items():
+            for one, another in zip(pair, each.factors()[name]):
+                assert torch.equal(one, another)
+
+
+def test_ctrl_c_within_a_forward_leaves_nothing_behind(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = encoder(device), torch.randn(2, 3, WIDTH, device=device)
+    optimizer = AdaFisher(model, TCov=1)
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), Counting() as outer:
+        patch.setattr(torch_attention, "_linear", interrupted)
+        torch_attention._attention.cache_clear()
+        model(x)
+    torch_attention._attention.cache_clear()
+    assert outer.seen and _get_current_function_mode() is None and not torch_attention._current.calls
+    model(x).sum().backward()
+    optimizer.step()
+    assert all(not torch.equal(H, torch.ones_like(H)) for H, _ in optimizer.factors().values())
+
+
+def test_nothing_keeps_an_optimizer_alive(device: str) -> None:
+    """Neither hooks, nor a loss that a script holds on to: the collector is not needed."""
+    model, x = nn.Sequential(encoder(device), nn.Linear(WIDTH, 2)).to(device), torch.randn(2, 3, WIDTH, device=device)
+    gc.collect()
+    gc.disable()
+    try:
+        optimizer = AdaFisher(model, TCov=1)
+        loss = model(x).square().sum()
+        loss.backward(retain_graph=True)
+        gone = weakref.ref(optimizer)
+        del optimizer
+        assert gone() is None
+    finally:
+        gc.enable()
+    loss.backward()  # of nobody's concern
+    model(x)
+    assert not any(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_an_empty_query_counts_for_nothing(device: str) -> None:
+    module = nn.MultiheadAttention(WIDTH, HEADS).to(device)
+    optimizer = AdaFisher(module, TCov=1)
+    key = torch.randn(3, 2, WIDTH, device=device)
+    for length in (0, 3):
+        module(torch.randn(length, 2, WIDTH, device=device), key, key)[0].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.steps == (1 if length == 0 else 2)
+    assert optimizer.skipped_refreshes() == {"in_proj": 0, "out_proj": 0}
+    assert all(bool(H.isfinite().all()) for H, _ in optimizer.factors().values())
+
+
+def test_a_shared_matrix_with_two_biases(device: str) -> None:
+    model = nn.ModuleList(nn.MultiheadAttention(WIDTH, HEADS) for _ in range(2)).to(device)
+    model[1].in_proj_weight = model[0].in_proj_weight
+    optimizer = AdaFisher(model, TCov=1, averaging=RAW)
+    x = torch.randn(3, 2, WIDTH, device=device)
+    for module in model:
+        module(x, x, x)[0].square().sum().backward()
+    optimizer.step()
+    for H, _ in optimizer.factors().values():
+        assert not torch.equal(H, torch.ones_like(H))
+
+
+def test_an_attention_without_its_last_matrix(device: str) -> None:
+    module = nn.MultiheadAttention(WIDTH, HEADS).to(device)
+    module.out_proj = None  # type: ignore[assignment]
+    assert set(AdaFisher(module, TCov=1).factors()) == {"in_proj"}

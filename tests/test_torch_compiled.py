@@ -237,6 +237,13 @@ def test_a_model_that_ran_compiled_before_is_warned_of(device: str) -> None:
     assert not any(torch.equal(before[f"H of {name}"], H) for name, (H, _) in optimizer.factors().items())
 
 
+def test_an_exported_model_is_no_business_of_the_optimizer() -> None:
+    optimizer = AdaFisher(mlp("cpu"), TCov=1)
+    graph = torch.export.export(optimizer.model, (rows("cpu", 1)[0],)).graph
+    assert "receive" not in str(graph)
+    assert_same(run(optimizer, rows("cpu", 2)), run(AdaFisher(mlp("cpu"), TCov=1), rows("cpu", 2)))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("whole", [False, True], ids=["step", "iteration"])
 def test_a_compiled_function_may_call_step(whole: bool, backend: str, device: str) -> None:

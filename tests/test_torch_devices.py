@@ -151,3 +151,14 @@ def test_a_parameter_that_moves_is_refused(moved: str, target: str) -> None:
     parameter.grad = grad.to(target)
     with refused(optimizer, "step", moved, "must stay"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_curvature_is_computed_where_each_parameter_is(places: tuple[str, str]) -> None:
+    one, other = (AdaFisher(Spread(at), lr=1e-3, TCov=1) for at in (places, ("cpu", "cpu")))
+    for optimizer in (one, other):
+        run(optimizer, rows("cpu", 3))
+    mine, theirs = one.curvature(), other.curvature()
+    assert list(mine) == list(theirs)
+    for name, values in mine.items():
+        assert values == pytest.approx(theirs[name], rel=1e-4)  # float32, three steps apart

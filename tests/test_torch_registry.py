@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -186,3 +188,68 @@ def test_a_description_that_is_none_is_refused() -> None:
     register_layer(Special, lambda module, name: module.weight)
     with pytest.raises(CafinTypeError, match="`describe of Special` must return a layer descriptor or None, got Param"):
         AdaFisher(nn.Sequential(Special(2, 2)))
+
+
+def test_an_optimizer_keeps_what_it_has_found() -> None:
+    """Whatever is registered later: its hooks come and go as before."""
+    register_layer(Special, lambda module, name: Linear(module.weight, module.bias, name=name))
+    model, x = nn.Sequential(Special(2, 3), nn.Linear(3, 2)), torch.randn(4, 2)
+    optimizer = AdaFisher(model, TCov=2)
+    unregister_layer(Special)
+    register_layer(nn.Linear, lambda module, name: Linear(module.weight, name=name), take=lambda *_: (None, None))
+    before = {}
+    for step in range(3):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+        now = {name: H.clone() for name, (H, _) in optimizer.factors().items()}
+        if step != 1:
+            assert all(not torch.equal(H, before.get(name, torch.ones_like(H))) for name, H in now.items())
+        before = now
+    with pytest.raises(CafinValueError, match="call register_layer as before"):
+        copy.deepcopy(optimizer)
+
+
+@pytest.mark.parametrize("given", [None, 3, (1, 2, 3), np.ones(2)], ids=str)
+@pytest.mark.parametrize("name", ["take", "arrange"])
+def test_what_is_no_pair_is_refused(name: str, given: Any) -> None:
+    register_layer(Special, lambda module, name: Linear(module.weight, name=name), **{name: lambda *_: given})  # type: ignore[arg-type]
+    model = nn.Sequential(Special(2, 2))
+    with pytest.warns(UserWarning, match="no factors"):
+        AdaFisher(model, TCov=1)._attach()
+        optimizer = AdaFisher(model, TCov=1)
+    with pytest.raises(CafinTypeError, match=f"`{name} of Special` must return a pair, got {type(given).__name__}"):
+        model(torch.ones(3, 2)).sum().backward()
+    assert optimizer.steps == 0
+
+
+def test_a_descriptor_of_something_else_is_refused() -> None:
+    other = nn.Linear(2, 2)
+    register_layer(Special, lambda module, name: Linear(other.weight, name=name))
+    with pytest.raises(CafinValueError, match="must describe a parameter of the module it is given, got another"):
+        AdaFisher(nn.Sequential(Special(2, 2)))
+    register_layer(Special, lambda module, name: Linear(module.weight, module.bias, name="mine"))
+    with pytest.raises(CafinValueError, match="a name of its own for each layer, got 2 of 'mine'"):
+        AdaFisher(nn.Sequential(Special(2, 2), Special(2, 2)))
+
+
+class Second(nn.Linear):
+    """Its input is its second argument."""
+
+    def forward(self, other: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+def test_another_first_argument_is_told_how_to_mend_it() -> None:
+    model = Second(4, 3)
+    optimizer = AdaFisher(model, TCov=1)
+    with pytest.raises(CafinValueError, match="if Second takes or returns something else first, `register_layer` can"):
+        model(torch.ones(3), torch.ones(5, 4)).sum().backward()
+    optimizer.zero_grad()
+    register_layer(
+        Second, lambda module, name: Linear(module.weight, module.bias), take=lambda _, a, k, out: (a[1], out)
+    )
+    optimizer = AdaFisher(model, TCov=1, averaging=RAW)
+    model(torch.ones(3), torch.full((5, 4), 7.0)).sum().backward()
+    optimizer.step()
+    near(optimizer.factors()[""][0], torch.tensor([49.0, 49, 49, 49, 1]).double())

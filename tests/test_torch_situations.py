@@ -238,3 +238,26 @@ def test_adapters_on_frozen_bases(device: str) -> None:
     assert not torch.equal(got["2"][1], torch.ones_like(got["2"][1]))
     held = {name for name, p in model.named_parameters() if "exp_avg" in optimizer.state.get(p, {})}
     assert held == {"1.A.weight", "1.B.weight", "2.weight"}
+
+
+def test_many_gradients_at_once_are_left_alone() -> None:
+    """Jacobians by `vectorize`: their batched gradients are none of the loss."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(3, 4)
+    optimizer = AdaFisher(model, TCov=1, averaging=RAW)
+    functional = torch.autograd.functional
+    wanted = functional.jacobian(lambda z: model(z).sum(0), x)
+    optimizer.zero_grad()
+    near(functional.jacobian(lambda z: model(z).sum(0), x, vectorize=True), wanted)
+    functional.hessian(lambda z: model(z).square().sum(), x, vectorize=True)
+    optimizer.zero_grad()  # of its first derivative, which is no batch
+    y = model(x).sum(0)
+    torch.autograd.grad(y, list(model.parameters()), torch.eye(2), is_grads_batched=True, retain_graph=True)
+    torch.func.vmap(lambda v: torch.autograd.grad(y, x_first(model), v, retain_graph=True)[0])(torch.eye(2))
+    assert not optimizer._factors.pending
+    model(x).sum().backward()
+    assert optimizer._factors.pending
+
+
+def x_first(model: nn.Sequential) -> Tensor:
+    weight: Tensor = model[0].weight
+    return weight

@@ -235,3 +235,11 @@ def test_no_parameters_but_something_for_them(name: str) -> None:
         fused_step(**{**NOTHING, name: [1] if name == "step" else [np.ones(2)]}, lr=0.1)
     with refuses(CafinValueError, "`backend`", "'gpu'"):
         fused_step(**NOTHING, lr=0.1, backend="gpu")
+
+
+@pytest.mark.parametrize("stream", ["x", 0.5, object()])
+def test_what_is_no_stream_is_refused_on_cpus_too(stream: Any) -> None:
+    p, g, m = (np.ones(3, np.float32) for _ in "pgm")
+    with refuses(CafinTypeError, "stream", "be a stream or its address"):
+        fused_step([p], [g], [m], lr=0.1, stream=stream)
+    assert p.tolist() == [1, 1, 1]

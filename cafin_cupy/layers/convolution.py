@@ -121,21 +121,21 @@ class Conv(Convolution):
 
 class Conv1d(Conv):
     """1-d convolution. `weight` (C_out, C_in/groups, k), `bias` (C_out,) or None; h (B, C_in, L), s (B, C_out, OL).
-    The factors are those of `Conv`."""
+    Derivation: `layers.convolution.Conv`."""
 
     axes = 1
 
 
 class Conv2d(Conv):
     """2-d convolution. `weight` (C_out, C_in/groups, kh, kw), `bias` (C_out,) or None; h (B, C_in, H, W),
-    s (B, C_out, OH, OW). The factors are those of `Conv`."""
+    s (B, C_out, OH, OW). Derivation: `layers.convolution.Conv`."""
 
     axes = 2
 
 
 class Conv3d(Conv):
     """3-d convolution. `weight` (C_out, C_in/groups, kd, kh, kw), `bias` (C_out,) or None; h (B, C_in, D, H, W),
-    s (B, C_out, OD, OH, OW). The factors are those of `Conv`."""
+    s (B, C_out, OD, OH, OW). Derivation: `layers.convolution.Conv`."""
 
     axes = 3
 
@@ -209,20 +209,20 @@ class ConvTranspose(Convolution):
 
 class ConvTranspose1d(ConvTranspose):
     """1-d transposed convolution. `weight` (C_in, C_out/groups, k), `bias` (C_out,) or None; h (B, C_in, L),
-    s (B, C_out, OL). The factors are those of `ConvTranspose`."""
+    s (B, C_out, OL). Derivation: `layers.convolution.ConvTranspose`."""
 
     axes = 1
 
 
 class ConvTranspose2d(ConvTranspose):
     """2-d transposed convolution. `weight` (C_in, C_out/groups, kh, kw), `bias` (C_out,) or None; h (B, C_in, H, W),
-    s (B, C_out, OH, OW). The factors are those of `ConvTranspose`."""
+    s (B, C_out, OH, OW). Derivation: `layers.convolution.ConvTranspose`."""
 
     axes = 2
 
 
 class ConvTranspose3d(ConvTranspose):
     """3-d transposed convolution. `weight` (C_in, C_out/groups, kd, kh, kw), `bias` (C_out,) or None;
-    h (B, C_in, D, H, W), s (B, C_out, OD, OH, OW). The factors are those of `ConvTranspose`."""
+    h (B, C_in, D, H, W), s (B, C_out, OD, OH, OW). Derivation: `layers.convolution.ConvTranspose`."""
 
     axes = 3
