@@ -8,7 +8,7 @@ hook is attached.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -35,12 +35,14 @@ except ImportError:  # internal to torch, so they may go: then every step looks 
 from .torch_attention import attach_to_attention
 from .torch_capture import RUN_FIRST, CapturedIteration, check_capture
 from .torch_checks import check_finite, check_model, check_ranks
+from .torch_groups import Group, check_arguments, groups_of
+from .torch_joining import join
 from .torch_kinds import register_layer, unregister_layer
 from .torch_layers import attach, find_layers
 from .torch_parts import parts, rates
 from .torch_plan import Plan
 from .torch_scalars import checked_hyper, forget_scale, unscaling
-from .torch_state import copied, go_on_from, take_over, with_factors
+from .torch_state import copied, go_on_from, take_momentum, take_over, with_factors
 from .torch_warnings import warn_unseen, warn_without_factors
 from .torch_wrappers import itself
 
@@ -80,12 +82,20 @@ class AdaFisher(torch.optim.Optimizer):
         error_if_nonfinite: `step` looks at the gradients first, and on a sampled step at the layers' raw moments, and
             raises a `NonFiniteError` if one is inf or NaN. It waits for the device then, so not with `capturable`. May
             be changed between steps.
+        param_groups: dicts as for other optimizers: scalars of their own, and "params" that are parameters of the
+            model, or names of them, or patterns of names with `*`, `?` and `[...]`. What none of them holds makes a
+            last group.
+        maximize: ascend instead of descend.
+        foreach, fused: accepted, and without effect: every step is fused.
+        differentiable: False; steps are not differentiated.
+        others: arguments of other optimizers, such as AdamW's `betas`, which are refused with what to do instead.
 
     Raises:
         CafinError: an argument is refused.
     """
 
     _decoupled = False
+    _building = False  # torch's constructor is adding the groups
     _loading: Any = None  # the `Checkpoint` that load_state_dict is about to take over
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and the inf verdict to `step`
 
@@ -105,9 +115,16 @@ class AdaFisher(torch.optim.Optimizer):
         capturable: bool = False,
         grad_scaler: Any = None,
         error_if_nonfinite: bool = False,
+        param_groups: Sequence[Mapping[str, Any]] | None = None,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
+        **others: Any,
     ) -> None:
         where = type(self).__name__
         check_model(where, model)
+        check_arguments(where, differentiable, others)
         capturable = flag(where, "capturable", capturable)
         error_if_nonfinite = flag(where, "error_if_nonfinite", error_if_nonfinite)
         if capturable and error_if_nonfinite:
@@ -124,11 +141,16 @@ class AdaFisher(torch.optim.Optimizer):
         self.error_if_nonfinite = error_if_nonfinite
         self._requested = backend
         self._reset()
-        self._find_layers()
-        defaults = {"lr": lr, "beta": beta, "Lambda": Lambda, "weight_decay": weight_decay}
+        defaults = Group(lr=lr, beta=beta, Lambda=Lambda, weight_decay=weight_decay, maximize=maximize)
         checked_hyper(self, where, defaults)
+        groups = groups_of(where, model, param_groups)
+        for number, group in enumerate(groups):
+            checked_hyper(self, where, {**defaults, **group}, f"param_groups[{number}]['{{}}']")
         check_ranks(where)
-        super().__init__(list(model.parameters()), defaults)
+        self._find_layers()
+        self._building = True
+        super().__init__(groups, defaults)
+        self._building = False
         unowned = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in self._owners]
         warn_without_factors(where, unowned)
         self._attach()
@@ -140,6 +162,8 @@ class AdaFisher(torch.optim.Optimizer):
         self._kept_factors: Factors | None = None
         self._plan: Plan | None = None
         self._taps: list[Any] = []
+        self._gates: list[Any] = []  # those of them that open and close
+        self._compiled = False  # layers of the model have been traced by torch.compile
         weakref.finalize(self, _detach, self._taps)
         self._captured: list[Plan] = []  # what CUDA graphs read
         self._warned = False
@@ -199,36 +223,52 @@ class AdaFisher(torch.optim.Optimizer):
         return self._kept_factors is None or not self._kept_factors.refreshed
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer.add_param_group`.
+        """Let more parameters train, with scalars of their own; "params" as in the argument `param_groups`.
+
+        Layers that have joined the model since the optimizer was made get factors from now on, which start at one;
+        those of the others stay as they are. Parameters that no layer of the model owns are updated with F = 1, and a
+        warning names them.
 
         Raises:
-            CafinError: a scalar is refused; nothing has been changed then.
+            CafinError: the group is refused, or layers have joined between backward and step; nothing has been changed.
         """
-        if isinstance(param_group, dict):  # what is no group, torch refuses
-            checked_hyper(self, "add_param_group", {**self.defaults, **param_group})
-        super().add_param_group(param_group)
-        self._plan = None
+        if self._building:
+            super().add_param_group(param_group)
+        else:
+            optimizer = itself(self)
+            join(optimizer, param_group, super(AdaFisher, optimizer).add_param_group)
+            optimizer._plan = None
 
     # Factors
 
-    def _attach(self) -> None:
-        """Hooks live on sampled steps only."""
-        if self.samples == bool(self._taps):
+    def _attach(self, waiting: bool = False) -> None:
+        """Hooks live on sampled steps only; in a compiled model they stay, closed. So they do `waiting` for a model's
+        first call after the optimizer was made or loaded, as that may be the one that is compiled."""
+        sampled = self.samples
+        wanted = sampled or self._compiled or waiting
+        stale = bool(self._gates) and self._gates[0].open is not sampled
+        if wanted == bool(self._taps) and not stale:
             return
         with uninterrupted():  # a hook without its handle would stay, and count its layer twice
-            if self._taps:
-                _detach(self._taps)
-                return
-            for handle in chain(attach(self), attach_to_attention(self)):
-                self._taps.append(handle)
+            if not wanted:
+                self._detach()
+            elif not self._taps:
+                for handle in chain(attach(self), attach_to_attention(self)):
+                    self._taps.append(handle)
+            for tap in self._gates:
+                tap.open = sampled
+
+    def _detach(self) -> None:
+        _detach(self._taps)
+        self._gates.clear()
 
     def prepare(self) -> None:
         """Make the factors and compile the kernels now, rather than in autograd's thread."""
         if self._kept_factors is None:
             self._factors  # noqa: B018
 
-    def _receive(self, index: int, h: Tensor, s: Tensor, layer: Layer | None) -> None:
-        """From backward: a layer's input and output gradient."""
+    def _receive(self, index: int, h: Tensor, s: Tensor, layer: Layer | None, at_once: bool = False) -> None:
+        """From backward: a layer's input and output gradient, to be read `at_once` if their memory is used again."""
         if not self.samples:  # a late backward through a graph of an earlier, sampled step
             return
         capturing = h.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -245,7 +285,7 @@ class AdaFisher(torch.optim.Optimizer):
             h, s = h.resolve_neg(), s.resolve_neg()
             h = h if h.dtype in _READ_BY_KERNELS or not h.is_floating_point() else h.float()
             s = s if s.dtype in _READ_BY_KERNELS else s.float()
-        if self._defers():
+        if not at_once and self._defers():
             factors.defer(index, h, s, layer)
         else:
             factors.accumulate(index, h, s, layer)
@@ -289,6 +329,9 @@ class AdaFisher(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and what the backward passes that made them have added to the factors' sums."""
+        if torch.compiler.is_compiling():
+            _outside(type(self).zero_grad, self, set_to_none)
+            return
         super().zero_grad(set_to_none)
         if self._kept_factors is not None:
             self._kept_factors.discard()
@@ -317,6 +360,8 @@ class AdaFisher(torch.optim.Optimizer):
                 reference backend, or before another GPU of a model on several failed.
             NonFiniteError: see `error_if_nonfinite`; nothing has been changed then.
         """
+        if torch.compiler.is_compiling():
+            return _outside(type(self).step, self, closure)
         own = type(self).step
         try:
             if own is not AdaFisher.step and getattr(own, "hooked", None) is True:  # torch has wrapped a subclass's
@@ -361,19 +406,19 @@ class AdaFisher(torch.optim.Optimizer):
             self._captured.append(plan)  # a replay reads its tables
             plan.expect_capture()
         grads = plan.gradients()
-        refresh = self._refresh(loss_scale) if self.samples else None
+        refresh = self._refresh(hypers, loss_scale) if self.samples else None
         plan.update(self, hypers, grads, grad_scale, refresh, capturing)
         return loss
 
     def _checked_hypers(self) -> list[Hyper]:
         return [checked_hyper(self, "step", group) for group in self.param_groups]
 
-    def _count_steps(self, steps: int) -> None:
+    def _count_steps(self, steps: int, waiting: bool = False) -> None:
         self.steps = steps
         if self._kept_factors is not None:
             self._kept_factors.refreshed = False
-        if self._taps or self.samples:
-            self._attach()
+        if self._taps or waiting or self.samples:
+            self._attach(waiting)
 
     def capture(self, iteration: Callable[[], Any]) -> CapturedIteration:
         """A function that trains as `iteration` does, replayed from CUDA graphs; needs `capturable=True`.
@@ -394,13 +439,14 @@ class AdaFisher(torch.optim.Optimizer):
 
     _watched_step = torch.optim.Optimizer.profile_hook_step(_step)  # calls hooks, and tells the profiler
 
-    def _refresh(self, loss_scale: float) -> Callable[[], None] | None:
+    def _refresh(self, hypers: list[Hyper], loss_scale: float) -> Callable[[], None] | None:
         """See `Factors.ready`."""
         check_ranks("step")
         unseen = [
             name for name, _, index, layer in self._modules if index not in self._seen and layer.weight.grad is not None
         ]
-        if unseen and not self._warned:
+        moves = any(hyper.lr or isinstance(group["lr"], Tensor) for hyper, group in zip(hypers, self.param_groups))
+        if unseen and not self._warned and moves:  # torch.distributed.checkpoint steps with an lr of 0
             self._warned = True
             warn_unseen(type(self).__name__, unseen)
         return self._factors.ready(loss_scale)
@@ -409,6 +455,10 @@ class AdaFisher(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The keys of the public implementation: `state`, `param_groups`, `steps`, `H_D`, `S_D` (in module order).
+
+        Names are in it, too: `param_names` in each group, and in the first one `steps` and, by layer, `factors`: the
+        same tensors again. So it may be loaded into a model of another order of modules, and
+        `torch.distributed.checkpoint` passes it on whole.
 
         The tensors are the optimizer's own, not copies. Between backward and step it is the state after the last step:
         what the backward pass has added is in it no more than gradients are, and a resumed run repeats the iteration.
@@ -424,6 +474,9 @@ class AdaFisher(torch.optim.Optimizer):
         """Take over a `state_dict` of this class or of the public implementation. The caller's dict is not changed;
         `skipped_refreshes` starts at 0, as the format has no room for it.
 
+        Parameters and layers are found by their names, whatever `DistributedDataParallel` and `torch.compile` have put
+        before them. Where the dict has no names, or none that the model has, they are taken in their order.
+
         Momentum takes the dtype of its parameter; that of a 16-bit parameter keeps its own.
 
         Raises:
@@ -434,6 +487,20 @@ class AdaFisher(torch.optim.Optimizer):
         take_over(optimizer, state_dict, super(AdaFisher, optimizer).load_state_dict)
         optimizer._reference.over()
 
+    def load_momentum(self, state_dict: Mapping[str, Any]) -> None:
+        """Start from the momentum of another optimizer: `exp_avg` and `step` of a state dict of Adam, AdamW or the
+        like, for the parameters that it knows. Nothing else is taken over, and factors start as ever.
+
+        Parameters are found by `param_names` where the dict has them; else by their order in equal groups, or in
+        `model.parameters()` if the dict has one group.
+
+        Raises:
+            CafinError: it does not fit; nothing has been changed then.
+        """
+        optimizer = itself(self)
+        take_momentum(optimizer, state_dict)
+        optimizer._plan = None
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_copied": copied(self)}
 
@@ -441,6 +508,7 @@ class AdaFisher(torch.optim.Optimizer):
         state = dict(state)
         ours = state.pop("_copied", None)
         super().__setstate__(state)
+        self.param_groups = [Group(group) for group in self.param_groups]
         self._plan = None
         if self._loading is not None:  # load_state_dict comes by here too, between its hooks
             self._loading.install(self)
@@ -452,6 +520,12 @@ class AdaFisherW(AdaFisher):
     """AdaFisher with decoupled weight decay: `p <- p - lr (m / (1 - beta^t) / F + wd p)`. See `AdaFisher`."""
 
     _decoupled = True
+
+
+@torch.compiler.disable
+def _outside(call: Callable[..., Any], *args: Any) -> Any:
+    """Within a function that is compiled: a step is no part of its graphs."""
+    return call(*args)
 
 
 def _detach(taps: list[Any]) -> None:

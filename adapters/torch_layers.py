@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cafin_cupy.errors import CafinValueError, refuse
 from cafin_cupy.layers import Layer
 
+from . import torch_compiled
 from .torch_kinds import Kind, kind_of
 
 
@@ -37,7 +38,7 @@ def find_layers(model: nn.Module) -> tuple[list[Layer], list[tuple[str, nn.Modul
     for name, module, layer, kind in described:
         if layer.counted and id(layer.weight) in multiplied:
             continue
-        key = (type(layer), id(layer.weight), id(layer.bias), getattr(layer, "groups", 1))
+        key = identity(layer)
         if key not in shared:
             shared[key] = len(layers)
             layers.append(layer)
@@ -50,11 +51,32 @@ def find_layers(model: nn.Module) -> tuple[list[Layer], list[tuple[str, nn.Modul
     return layers, modules, kinds
 
 
+def identity(layer: Layer) -> Any:
+    """What layers have in common that share factors."""
+    return type(layer), id(layer.weight), id(layer.bias), getattr(layer, "groups", 1)
+
+
+def find_joined(
+    model: nn.Module, known: list[Layer]
+) -> tuple[list[Layer], list[tuple[str, nn.Module, int, Layer]], list[Kind]] | None:
+    """`find_layers` of a model to which layers may have been added: those that are `known` keep their places, and the
+    others come behind them. None if there are no others."""
+    layers, modules, kinds = find_layers(model)
+    places = {identity(layer): place for place, layer in enumerate(known)}
+    joined = [layer for layer in layers if identity(layer) not in places]
+    if not joined:
+        return None
+    places.update((identity(layer), place) for place, layer in enumerate(joined, len(known)))
+    moved = [(name, module, places[identity(layers[index])], layer) for name, module, index, layer in modules]
+    return [*known, *joined], moved, kinds
+
+
 def attach(optimizer: Any) -> Iterator[Any]:
     """Hook all layers that are called; the handles of the hooks."""
     for (_, module, index, layer), kind in zip(optimizer._modules, optimizer._kinds):
         if not kind.lends:
-            tap = Tap(optimizer, index, layer, kind)
+            tap = Tap(optimizer, index, layer, kind, module)
+            optimizer._gates.append(tap)
             yield module.register_forward_hook(tap, with_kwargs=True)
 
 
@@ -65,26 +87,34 @@ def counts(optimizer: Any, module: nn.Module) -> bool:
 
 
 class Tap:
-    """Forward hook of one layer, which catches its input and output gradient.
+    """Forward hook of one layer, which catches its input and output gradient as long as it is `open`.
 
     In a copied or unpickled model it removes itself at the first call: a copy trains with its own optimizer.
     """
 
-    def __init__(self, optimizer: Any = None, index: int = 0, layer: Any = None, kind: Any = None) -> None:
+    def __init__(
+        self, optimizer: Any = None, index: int = 0, layer: Any = None, kind: Any = None, module: Any = None
+    ) -> None:
         self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
         self.index: int = index
         self.layer: Layer = layer
         self.kind: Kind = kind
+        self.open = True
+        self._module = weakref.ref(module) if module is not None else lambda: None
+        self.key = torch_compiled.key_of(self)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """The input is looked at only when the gradient is known, so a forward without a backward leaves no trace, and
         a recomputed forward (activation checkpointing) does not count twice. A hook on the output tensor, unlike a full
         backward hook, bears in-place operations behind the layer and inputs without gradient."""
+        if torch.compiler.is_compiling():
+            torch_compiled.trace(self, module, args, kwargs, output)
+            return
         optimizer = self._optimizer()
         if optimizer is None:
             self._remove(module)
             return
-        if counts(optimizer, module):
+        if self.open and counts(optimizer, module):
             self.watch(optimizer, module, *self.kind.take(module, args, kwargs, output))
 
     @property

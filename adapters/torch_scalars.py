@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 SCALARS = ("lr", "beta", "Lambda", "weight_decay")  # of a parameter group
 _PLAIN = (float, int)
+_values = itemgetter(*SCALARS, "maximize")
 
 
 def unscaling(optimizer: AdaFisher) -> tuple[float, float] | None:
@@ -52,9 +54,9 @@ def forget_scale(optimizer: AdaFisher) -> None:
 
 def checked_hyper(optimizer: AdaFisher, where: str, group: Mapping[str, Any], path: str = "{}") -> Hyper:
     """The scalars of a parameter group, which errors call by `path`; those that were checked before are looked up."""
-    key = lr, beta, Lambda, weight_decay = (group["lr"], group["beta"], group["Lambda"], group["weight_decay"])
+    key = lr, beta, Lambda, weight_decay, maximize = _values(group)
     plain = type(lr) in _PLAIN and type(beta) in _PLAIN and type(Lambda) in _PLAIN and type(weight_decay) in _PLAIN
-    known = optimizer._hypers.get(key) if plain else None
+    known = optimizer._hypers.get(key) if plain and type(maximize) is bool else None
     if known is not None:
         return known
     for name in SCALARS:
@@ -67,8 +69,8 @@ def checked_hyper(optimizer: AdaFisher, where: str, group: Mapping[str, Any], pa
                 continue
             got = f"a tensor on {group[name].device}"
             refuse(where, path.format(name), "be a number or a CPU tensor", got, "pass .item()")
-    hyper = Hyper.checked(where, lr, beta, Lambda, weight_decay, optimizer._decoupled, path)
-    if plain:
+    hyper = Hyper.checked(where, lr, beta, Lambda, weight_decay, optimizer._decoupled, path, maximize)
+    if plain:  # and `maximize` is checked
         if len(optimizer._hypers) > 1000:  # a schedule makes new ones with every step
             optimizer._hypers.clear()
         optimizer._hypers[key] = hyper

@@ -13,6 +13,7 @@ from cafin_cupy.arrays import wraps_others
 from cafin_cupy.errors import CafinError, CafinTypeError, refuse
 from cafin_cupy.rule import whole
 
+from .torch_names import in_own_order, with_names, without_names
 from .torch_scalars import SCALARS, checked_hyper
 from .torch_warnings import warn_not_stored
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 OF_OLD = (nn.Linear, nn.Conv2d, nn.BatchNorm2d, nn.LayerNorm)
 WHERE = "load_state_dict"
 MEND = "it must come from AdaFisher's state_dict()"
+NOT_OURS = (
+    f"{MEND}, and not through flatten_optimizer_state_dict=True, which drops the factors; of Adam's or AdamW's, "
+    "load_momentum(state_dict) takes exp_avg and step"
+)
 KEYS = ("state", "param_groups", "H_D", "S_D", "steps")
 ENTRY = ("step", "exp_avg")  # of a parameter that has momentum
 KEPT = ("model", "_TCov", "averaging", "steps", "capturable", "grad_scaler", "error_if_nonfinite", "_requested")
@@ -39,6 +44,7 @@ def with_factors(optimizer: AdaFisher, state: dict[str, Any]) -> dict[str, Any]:
     state["H_D"] = [factors.H[index] for _, _, index, _ in optimizer._modules]
     state["S_D"] = [factors.S[index] for _, _, index, _ in optimizer._modules]
     state["steps"] = optimizer.steps
+    with_names(optimizer, state)
     return state
 
 
@@ -56,10 +62,11 @@ def take_over(optimizer: AdaFisher, state_dict: Any, load: Callable[[Any], None]
     _mapping("state_dict", state_dict)
 
     def check(_: Any, given: Any) -> dict[str, Any]:
+        given = in_own_order(WHERE, optimizer, given)
         optimizer._loading = Checkpoint(optimizer, given)
         return {
             "state": {},
-            "param_groups": given["param_groups"],
+            "param_groups": without_names(given["param_groups"]),
         }  # torch would cast momentum to its parameter's dtype
 
     handle = optimizer.register_load_state_dict_pre_hook(check)  # the last: it sees what the others make of the dict
@@ -92,7 +99,7 @@ class Checkpoint:
     """
 
     def __init__(self, optimizer: AdaFisher, given: Any) -> None:
-        _mapping("state_dict", given, KEYS)
+        _mapping("state_dict", given, KEYS, NOT_OURS if of_adam(given) else MEND)
         self.steps = _count("steps", given["steps"])
         groups = _checked_groups(optimizer, given["param_groups"])
         self.entries = _checked_state(optimizer, given["state"], groups, self.steps)
@@ -109,7 +116,7 @@ class Checkpoint:
     def install(self, optimizer: AdaFisher) -> None:
         """Take over all but the groups."""
         for group in optimizer.param_groups:
-            for name in SCALARS:
+            for name in (*SCALARS, "maximize"):
                 group.setdefault(name, optimizer.defaults[name])
         optimizer.state.update(self.entries)
         for index, pair in self.factors.items():
@@ -118,7 +125,51 @@ class Checkpoint:
             optimizer._factors.restart(index)
         optimizer._factors.count_from(None)
         optimizer._factors.discard()
-        optimizer._count_steps(self.steps)
+        optimizer._count_steps(self.steps, waiting=True)
+
+
+def of_adam(given: Any) -> bool:
+    """True of a state dict that holds momentum, but no factors: of Adam, AdamW and their like."""
+    state = given.get("state") if isinstance(given, Mapping) and "H_D" not in given else None
+    entries = state.values() if isinstance(state, Mapping) else ()
+    return any(isinstance(entry, Mapping) and "exp_avg" in entry for entry in entries)
+
+
+def take_momentum(optimizer: AdaFisher, given: Any) -> None:
+    """See `AdaFisher.load_momentum`."""
+    where, mend = "load_momentum", "it must come from the state_dict() of Adam, AdamW or the like"
+    if not of_adam(given):
+        refuse(where, "state_dict", "hold `exp_avg`, and no factors", _told(given), mend)
+    _mapping("state_dict", given, ("param_groups",), mend, where)
+    groups = given["param_groups"]
+    listed = isinstance(groups, (list, tuple)) and all(isinstance(group, Mapping) for group in groups)
+    if not listed or not all(isinstance(group.get("params"), (list, tuple)) for group in groups):
+        refuse(where, "param_groups", "be a list of groups with their 'params'", repr(groups), mend, CafinTypeError)
+    given = in_own_order(where, optimizer, given)
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    indices = [index for group in given["param_groups"] for index in group["params"]]
+    lengths, own = (
+        [len(group["params"]) for group in groups] for groups in (given["param_groups"], optimizer.param_groups)
+    )
+    if lengths != own:
+        every = list(optimizer.model.parameters())
+    if lengths not in (own, [len(every)]):
+        mend = "make both with the same groups, or the other one with model.named_parameters()"
+        refuse(where, "param_groups", f"hold {own} parameters", lengths, mend)
+    entries: dict[Tensor, dict[str, Any]] = {}
+    for index, p in zip(indices, every):
+        entry = given["state"].get(index)
+        if entry:
+            name = f"state[{index!r}]"
+            _mapping(name, entry, ENTRY, mend, where)
+            count = _count(f"{name}['step']", entry["step"], where)
+            _numbers(f"{name}['exp_avg']", entry["exp_avg"], tuple(p.shape), where=where)
+            entries[p] = {"step": count, "exp_avg": _momentum(p, entry["exp_avg"])}
+    optimizer.state.update(entries)
+
+
+def _told(given: Any) -> Any:
+    return sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
 
 
 def copied(optimizer: AdaFisher) -> tuple[Any, ...]:
@@ -145,7 +196,7 @@ def go_on_from(optimizer: AdaFisher, ours: tuple[Any, ...]) -> None:
     for index, pair in enumerate(zip(H, S)):
         optimizer._factors.load(index, *pair)
     optimizer._factors.count_from(skipped)
-    optimizer._attach()
+    optimizer._attach(waiting=True)
 
 
 def _checked_groups(optimizer: AdaFisher, groups: Any) -> Any:
@@ -230,30 +281,30 @@ def _checked_factors(key: str, given: Any, sizes: Sequence[tuple[str, int]]) -> 
     return list(given)
 
 
-def _mapping(name: str, value: Any, keys: Sequence[str] = ()) -> None:
+def _mapping(name: str, value: Any, keys: Sequence[str] = (), mend: str = MEND, where: str = WHERE) -> None:
     if not isinstance(value, Mapping):
-        refuse(WHERE, name, "be a mapping", type(value).__name__, MEND, CafinTypeError)
+        refuse(where, name, "be a mapping", type(value).__name__, MEND, CafinTypeError)
     for key in keys:
         if key not in value:
-            refuse(WHERE, name, f"have the key {key!r}", sorted(map(str, value)), MEND)
+            refuse(where, name, f"have the key {key!r}", sorted(map(str, value)), mend)
 
 
-def _count(name: str, value: Any) -> int:
+def _count(name: str, value: Any, where: str = WHERE) -> int:
     """A number of steps, which the device counts in 64 bits."""
-    count = whole(WHERE, name, value, 0)
+    count = whole(where, name, value, 0)
     if count >= 2**62:
-        refuse(WHERE, name, f"be a number of steps, below {2**62}", count)
+        refuse(where, name, f"be a number of steps, below {2**62}", count)
     return count
 
 
-def _numbers(name: str, value: Any, shape: tuple[int, ...], of: str = "") -> None:
+def _numbers(name: str, value: Any, shape: tuple[int, ...], of: str = "", where: str = WHERE) -> None:
     """Refuse what is not a dense tensor of real floating-point numbers in memory."""
     if not isinstance(value, Tensor):
-        refuse(WHERE, name, f"be a tensor of shape {shape}{of}", type(value).__name__, kind=CafinTypeError)
+        refuse(where, name, f"be a tensor of shape {shape}{of}", type(value).__name__, kind=CafinTypeError)
     if value.is_nested or wraps_others(value) or value.layout is not torch.strided or value.is_meta:
         got = f"{type(value).__name__} of layout {value.layout} on {value.device}"
-        refuse(WHERE, name, "be a dense tensor in memory", got)
+        refuse(where, name, "be a dense tensor in memory", got)
     if tuple(value.shape) != shape:
-        refuse(WHERE, name, f"be a tensor of shape {shape}{of}", tuple(value.shape))
+        refuse(where, name, f"be a tensor of shape {shape}{of}", tuple(value.shape))
     if value.dtype not in FLOATS:
-        refuse(WHERE, name, "hold real floating-point numbers", value.dtype)
+        refuse(where, name, "hold real floating-point numbers", value.dtype)

@@ -21,7 +21,8 @@ def warn_unseen(where: str, names: Sequence[str]) -> None:
     _warn(
         f"{where}: layers have gradients but were not seen on a sampled step, so their factors stay as they are: "
         f"{_listed([repr(name) for name in names])}. Their forward was not called (other code uses their weights), ran "
-        "in eval mode, met a sparse or nested input, or was compiled without hooks (set "
+        "in eval mode, met a sparse or nested input, or was compiled before the optimizer was made (make it before the "
+        "model's first call, or call torch.compiler.reset() behind it, or set "
         "torch._dynamo.config.skip_nnmodule_hook_guards = False before torch.compile)."
     )
 

@@ -220,7 +220,7 @@ def rate(hyper: Hyper, grad_scale: float = 1.0, lr_at: int = 0) -> tuple[float, 
     """A `Hyper` as the schedule takes it. `lr_at`: address of a float32 `lr` on the device, or 0."""
     decay = hyper.weight_decay
     l2, decoupled = (0.0, decay) if hyper.decoupled else (decay, 0.0)
-    return hyper.lr, hyper.beta, hyper.Lambda, l2, decoupled, grad_scale, lr_at
+    return hyper.lr, hyper.beta, hyper.Lambda, l2, decoupled, hyper.scale(grad_scale), lr_at
 
 
 def scalars(hyper: Hyper, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
@@ -232,6 +232,6 @@ def scalars(hyper: Hyper, step: int, grad_scale: float = 1.0) -> tuple[float, ..
         hyper.beta,
         1.0 - hyper.beta,
         hyper.Lambda,
-        1.0 / grad_scale,
+        1.0 / hyper.scale(grad_scale),
         0,
     )

@@ -221,6 +221,7 @@ def updates_in_place(
     out to memory and back with every operation. All memory that a piece needs is taken before it is changed.
     """
     _check_shapes(p, g, m, H, S)
+    grad_scale = hyper.scale(grad_scale)
     by_rows = S is None or tuple(S.shape) == tuple(p.shape[:1])
     for piece in (_pieces(p) if by_rows else [...])[done:]:
         slope = g[piece] if grad_scale == 1.0 else g[piece] / grad_scale

@@ -119,6 +119,7 @@ class Hyper:
         Lambda: damping added to `S[r] * H[c]`, > 0.
         weight_decay: >= 0.
         decoupled: False adds `weight_decay * p` to the gradient (AdaFisher), True shrinks `p` apart (AdaFisherW).
+        maximize: True takes the gradient with the opposite sign, and so ascends.
     """
 
     lr: float
@@ -126,6 +127,11 @@ class Hyper:
     Lambda: float
     weight_decay: float
     decoupled: bool
+    maximize: bool = False
+
+    def scale(self, grad_scale: float) -> float:
+        """What the gradient is divided by: the scale that it has, with the sign that the step wants."""
+        return -grad_scale if self.maximize else grad_scale
 
     @property
     def l2(self) -> float:
@@ -147,6 +153,7 @@ class Hyper:
         weight_decay: object,
         decoupled: object,
         path: str = "{}",
+        maximize: object = False,
     ) -> Hyper:
         """The scalars, or a `CafinError` that calls the first bad one by `path`."""
 
@@ -162,4 +169,5 @@ class Hyper:
             refuse(where, path.format("beta"), "lie in [0, 1)", b)
         damping = scalar("Lambda", Lambda, strict=True, mend="it keeps the preconditioner above 0")
         at_least(where, path.format("Lambda"), damping, SMALLEST, mend="float32 knows no smaller normal number")
-        return cls(rate, b, damping, scalar("weight_decay", weight_decay), flag(where, "decoupled", decoupled))
+        decay, decoupled = scalar("weight_decay", weight_decay), flag(where, "decoupled", decoupled)
+        return cls(rate, b, damping, decay, decoupled, flag(where, path.format("maximize"), maximize))

@@ -34,12 +34,20 @@ def test_the_table_names_every_layer():
 
 
 def test_every_block_has_its_test():
-    assert len(BLOCKS) == 9
+    assert len(BLOCKS) == 10
 
 
 def test_pytorch_example():
     names = run(block("optimizer.factors()"))
     assert names["H"].shape == (21,) and names["S"].shape == (64,)
+
+
+def test_example_of_groups_without_decay():
+    """Of vectors and the embedding, as a language model has it: the one matrix is left for the last group."""
+    optimizer = run(block("no_decay"))["optimizer"]
+    first, rest = optimizer.param_groups
+    assert rest["params"] == [optimizer.model[2].weight] and rest["weight_decay"] == 0.1
+    assert len(first["params"]) == 4 and first["weight_decay"] == 0.0
 
 
 @pytest.mark.gpu

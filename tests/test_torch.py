@@ -50,9 +50,10 @@ def test_signature_is_that_of_the_public_implementation() -> None:
         ("dist", False),
     ]
     assert {p.name for p in parameters[8:]} == {
-        *("averaging", "backend", "capturable", "grad_scaler", "error_if_nonfinite")
+        *("averaging", "backend", "capturable", "grad_scaler", "error_if_nonfinite", "param_groups"),
+        *("maximize", "foreach", "fused", "differentiable", "others"),
     }
-    assert {p.kind for p in parameters[8:]} == {inspect.Parameter.KEYWORD_ONLY}
+    assert {p.kind for p in parameters[8:-1]} == {inspect.Parameter.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize("kind", [AdaFisher, AdaFisherW])

@@ -184,6 +184,34 @@ def test_the_wrapper_loads_into_the_optimizer() -> None:
     assert wrapper.state is optimizer.state
 
 
+def test_layers_join_through_the_wrapper() -> None:
+    optimizer = looped()
+    wrapper = lightning.pytorch.core.optimizer.LightningOptimizer(optimizer)
+    optimizer.model.head = nn.Linear(3, 2)
+    wrapper.add_param_group({"params": ["head.*"], "lr": 1e-2})
+    assert "head" in optimizer.factors() and len(optimizer.param_groups) == 2
+    before = optimizer.model.head.weight.detach().clone()
+    for x in rows("cpu", 2):  # the second one refreshes the factors
+        wrapper.zero_grad()
+        optimizer.model.head(optimizer.model.net(x)).square().mean().backward()
+        optimizer.step()
+    assert bool((optimizer.factors()["head"][0] != 1).any())
+    assert not torch.equal(optimizer.model.head.weight, before)
+
+
+def test_momentum_is_taken_over_through_the_wrapper() -> None:
+    adamw = torch.optim.AdamW(Module().parameters())
+    trained = adamw.param_groups[0]["params"]
+    for p in trained:
+        p.grad = torch.ones_like(p)
+    adamw.step()
+    optimizer = AdaFisher(Module(), **OPTIONS)
+    lightning.pytorch.core.optimizer.LightningOptimizer(optimizer).load_momentum(adamw.state_dict())
+    assert len(optimizer.state) == len(trained)
+    for p, q in zip(trained, optimizer.model.parameters()):
+        assert torch.equal(optimizer.state[q]["exp_avg"], adamw.state[p]["exp_avg"])
+
+
 def test_fabric(tmp_path: Path) -> None:
     fabric = lightning.Fabric(accelerator="cpu", devices=1)
     own = AdaFisher(mlp("cpu"), **OPTIONS)

@@ -13,7 +13,7 @@ pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
 from torch import nn  # noqa: E402
-from torch_helpers import assert_same, split_groups  # noqa: E402
+from torch_helpers import assert_same  # noqa: E402
 from transformers import (  # noqa: E402
     BertConfig,
     BertForSequenceClassification,
@@ -127,13 +127,22 @@ def test_made_by_the_trainer(tmp_path: Path) -> None:
 
 
 def test_decay_groups(tmp_path: Path) -> None:
-    """None for biases and norms; each group has its own learning rate in the schedule and after a checkpoint."""
+    """By patterns, the groups that the Trainer would make; each follows the schedule from its own learning rate."""
+    no_decay = {"params": ["*.bias", "*LayerNorm*"], "weight_decay": 0.0, "lr": 2e-3}
+
+    def make() -> AdaFisher:
+        return AdaFisher(bert(), **OPTIONS, weight_decay=0.1, param_groups=[no_decay])
+
     options = {"save_strategy": "steps", "save_steps": HALF}
-    unbroken = split_groups(AdaFisher(bert(), **OPTIONS, weight_decay=0.1))
-    trainer(unbroken, tmp_path, **options).train()
-    resumed = split_groups(AdaFisher(bert(), **OPTIONS, weight_decay=0.1))
+    unbroken, resumed = make(), make()
+    first = trainer(unbroken, tmp_path, **options)
+    first.train()
+    names = {id(p): name for name, p in unbroken.model.named_parameters()}
+    decays, decay = set(first.get_decay_parameter_names(unbroken.model)), unbroken.param_groups[1]
+    assert {names[id(p)] for p in decay["params"]} == decays and decay["weight_decay"] == 0.1
     trainer(resumed, tmp_path, **options).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{HALF}"))
-    assert [group["weight_decay"] for group in resumed.param_groups] == [0.1, 0.0]
+    rates = [group["initial_lr"] for group in resumed.param_groups]
+    assert rates == [2e-3, 1e-3]
     assert_same(resumed, unbroken)
 
 

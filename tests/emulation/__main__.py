@@ -20,8 +20,9 @@ TESTS = Path(__file__).resolve().parent.parent
 FILES = (
     *("arrays", "backend", "copies", "cuda_factors", "curvature", "factors", "faults", "field_reports_large"),
     *("forks", "laws", "nonfinite", "nonfinite_moments", "odd", "odd_sizes", "optimizer", "readme", "recorder"),
-    *("repeats", "runtime", "spread", "state", "streams", "summary", "table", "torch_attention", "torch_layers"),
-    *("torch_situations", "torch_step_faults", "update", "emulation"),
+    *("repeats", "runtime", "spread", "state", "streams", "summary", "table", "torch_attention", "torch_compiled"),
+    *("torch_groups", "torch_layers", "torch_loops", "torch_names", "torch_situations", "torch_step_faults"),
+    *("update", "emulation"),
 )
 
 

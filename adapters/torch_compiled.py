@@ -1,0 +1,76 @@
+"""Layers of models that `torch.compile` compiles.
+
+A compiled graph must hold what a sampled step needs, and nothing of it on other steps. So Dynamo finds the hook of each
+layer on every step, open or closed: it traces both kinds, and a guard on that one bool picks. The open hook puts one
+operation into the backward graph, which hands the layer's input and output gradient over.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .torch_layers import Tap
+
+_numbers = count()
+_taps: WeakValueDictionary[str, Tap] = WeakValueDictionary()
+_ORDER = torch.zeros(1)  # which the operation is said to change, so that no compiler drops it or moves it past another
+
+_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
+_transforming = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+
+
+def key_of(tap: Tap) -> str:
+    """What graphs call this tap by: they hold no objects. A number might count as one that varies."""
+    key = f"tap {next(_numbers)}"
+    _taps[key] = tap
+    return key
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[attr-defined,misc,untyped-decorator]
+def _enters(key: str) -> bool:
+    """Runs when Dynamo traces a layer: True if its gradients are wanted. From then on the optimizer's hooks stay."""
+    tap = _taps[key]
+    optimizer = tap._optimizer()
+    if optimizer is None:
+        return False
+    optimizer._compiled = True
+    return tap.trains and not _transforming()
+
+
+def trace(tap: Tap, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+    """What Dynamo traces of a layer's forward hook."""
+    if _exporting():
+        return
+    key = tap.key + ""  # Dynamo takes it for a constant once something has been done with it
+    if not _enters(key) or not tap.open or not torch.is_grad_enabled():
+        return
+    h, out = tap.kind.take(module, args, kwargs, output)
+    if not isinstance(h, Tensor) or not isinstance(out, Tensor) or not out.requires_grad:
+        return
+    kept = h.detach().clone()  # the compiler keeps `h` itself where nothing overwrites it
+    order = _ORDER
+    out.register_hook(lambda s: receive(order, kept, s, key))
+
+
+@torch.library.custom_op("cafin_cupy::receive", mutates_args=("order",))
+def receive(order: Tensor, h: Tensor, s: Tensor, key: str) -> None:
+    """From a compiled backward pass: a layer's input and output gradient, read at once, as their memory is reused."""
+    tap = _taps.get(key)
+    optimizer = tap._optimizer() if tap is not None else None
+    module = tap._module() if tap is not None else None
+    if tap is None or optimizer is None or module is None or not tap.open:
+        return
+    if module.training or optimizer.model.training:
+        optimizer.prepare()
+        optimizer._receive(tap.index, *tap.kind.arrange(module, h, s), tap.layer, at_once=True)
+
+
+@receive.register_fake
+def _(order: Tensor, h: Tensor, s: Tensor, key: str) -> None:
+    return None

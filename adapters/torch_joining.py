@@ -1,0 +1,75 @@
+"""Parameters and layers that join an optimizer in the middle of its run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from cafin_cupy.arrays import torch_view
+from cafin_cupy.errors import refuse
+from cafin_cupy.factors import Factors
+from cafin_cupy.layers import Layer
+from cafin_cupy.optimizer import make_factors, owners
+
+from .torch_groups import Group, own_group
+from .torch_layers import find_joined
+from .torch_scalars import checked_hyper
+from .torch_warnings import warn_without_factors
+
+if TYPE_CHECKING:
+    from .torch import AdaFisher
+
+WHERE = "add_param_group"
+PATH = "param_group['params']"
+
+
+def join(optimizer: AdaFisher, param_group: Any, add: Callable[[dict[str, Any]], None]) -> None:
+    """See `AdaFisher.add_param_group`; `add` is torch's."""
+    group = later_group(optimizer, param_group)
+    checked_hyper(optimizer, WHERE, {**optimizer.defaults, **group})
+    found = find_joined(optimizer.model, optimizer._layers)
+    factors = None if found is None else extended(optimizer, found[0], group["params"])
+    add(group)
+    if found is not None:
+        optimizer._detach()
+        optimizer._layers, optimizer._modules, optimizer._kinds = found
+        optimizer._kept_factors, optimizer._owners = factors, owners(optimizer._layers)
+        optimizer._attach(waiting=True)
+    names = {id(p): name for name, p in optimizer.model.named_parameters()}
+    lacking = [p for p in group["params"] if p.requires_grad and id(p) not in optimizer._owners]
+    warn_without_factors(WHERE, [names.get(id(p), "what the model does not hold") for p in lacking])
+
+
+def later_group(optimizer: AdaFisher, param_group: Any) -> Group:
+    """The group, which may hold what is not of the model, but nothing twice."""
+    made = own_group(WHERE, "param_group", param_group, optimizer.model)
+    taken = {id(p) for other in optimizer.param_groups for p in other["params"]}
+    for p in made["params"]:
+        if id(p) in taken:
+            got, mend = f"one of shape {tuple(p.shape)} that another group holds", "take it out there first"
+            refuse(WHERE, PATH, "hold new parameters", got, mend)
+        if not (p.is_leaf or p.retains_grad):
+            refuse(WHERE, PATH, "hold parameters", "the result of an operation")
+        if not p.is_floating_point() or p.is_meta:
+            rule = "hold real floating-point tensors in memory"
+            refuse(WHERE, PATH, rule, f"{p.dtype} on {p.device}", "convert it first")
+    return made
+
+
+def extended(optimizer: AdaFisher, layers: list[Layer], joining: Sequence[Tensor]) -> Factors | None:
+    """Factors of `layers`, the first of which have some; None as long as nobody has needed any."""
+    old = optimizer._kept_factors
+    if old is None:
+        return None
+    if old.pending:
+        mend = "call step() or zero_grad() first"
+        refuse(WHERE, "model", "get layers between steps", "one between backward and step", mend)
+    devices = optimizer._devices() | {torch_view(p, WHERE, "params").device for p in joining}
+    factors = make_factors(layers, optimizer.averaging, optimizer.backend, devices)
+    for index in range(len(old.layers)):
+        factors.load(index, old.H[index], old.S[index])
+        factors.skipped[index][...] = old.skipped[index]
+    factors.refreshed = old.refreshed
+    return factors
