@@ -435,7 +435,7 @@ class AdaFisher(torch.optim.Optimizer):
         Raises:
             BackendError: the optimizer is not capturable, or runs without the kernels.
         """
-        return CapturedIteration(self, iteration)
+        return CapturedIteration(itself(self), iteration)
 
     _watched_step = torch.optim.Optimizer.profile_hook_step(_step)  # calls hooks, and tells the profiler
 

@@ -15,6 +15,7 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 from torch_helpers import assert_same, loss_of, mlp, rows, run  # noqa: E402
 
+from cafin_cupy import BackendError  # noqa: E402
 from cafin_cupy.adapters.torch import AdaFisher  # noqa: E402
 from cafin_cupy.recorder import Recorder  # noqa: E402
 
@@ -171,6 +172,8 @@ def test_the_wrapper_shows_the_optimizer() -> None:
     for name, pair in optimizer.factors().items():
         assert all(a is b for a, b in zip(pair, wrapper.factors()[name]))
     assert wrapper.curvature().flat() == optimizer.curvature().flat()
+    with pytest.raises(BackendError, match="use AdaFisher"):  # not the class of the wrapper
+        wrapper.capture(lambda: None)
 
 
 def test_the_wrapper_loads_into_the_optimizer() -> None:
