@@ -23,6 +23,7 @@ from cafin_cupy.factors import Factors
 from cafin_cupy.interrupts import uninterrupted
 from cafin_cupy.layers import Layer
 from cafin_cupy.optimizer import make_factors, owners
+from cafin_cupy.precision import Precision, checked_seed
 from cafin_cupy.rule import DEFAULT_GAMMA, Averaging, Hyper, flag, whole
 from cafin_cupy.summary import Summary, summarise
 from cafin_cupy.update import ReferenceUpdate
@@ -34,14 +35,14 @@ except ImportError:  # internal to torch, so they may go: then every step looks 
 
 from .torch_attention import attach_to_attention
 from .torch_capture import RUN_FIRST, CapturedIteration, check_capture
-from .torch_checks import check_finite, check_model, check_ranks
+from .torch_checks import check_finite, check_model, check_momenta, check_ranks
 from .torch_groups import Group, check_arguments, groups_of
 from .torch_joining import join
 from .torch_kinds import register_layer, unregister_layer
 from .torch_layers import attach, find_layers
 from .torch_parts import parts, rates
 from .torch_plan import Plan
-from .torch_scalars import checked_hyper, forget_scale, unscaling
+from .torch_scalars import checked_hyper, forget_scale, unscaling, verdict_of_device
 from .torch_state import copied, go_on_from, take_momentum, take_over, with_factors
 from .torch_warnings import warn_unseen, warn_without_factors
 from .torch_wrappers import itself
@@ -59,12 +60,12 @@ class AdaFisher(torch.optim.Optimizer):
 
     Layers with factors: Linear, Embedding, convolutions, transposed ones too, the norm layers (batch, group, instance,
     layer, RMS), MultiheadAttention, the Conv1D of transformers, their subclasses, and what `register_layer` adds. Other
-    parameters are updated with F = 1, and one warning names them. Per-parameter state is `step` (int) and `exp_avg`
-    (like the parameter).
+    parameters are updated with F = 1, and one warning names them. Per-parameter state is `step` (int), `exp_avg` (the
+    momentum) and, with master weights, `master`.
 
     Args:
-        model: the module to train, not its parameters. On the CUDA backend its parameters are float32. It may be spread
-            over several GPUs.
+        model: the module to train, not its parameters. On the CUDA backend its parameters are float32, bfloat16 or
+            float16. It may be spread over several GPUs.
         lr: learning rate, >= 0; a number or a CPU tensor.
         beta: decay of the momentum, in [0, 1).
         Lambda: damping, > 0.
@@ -82,6 +83,15 @@ class AdaFisher(torch.optim.Optimizer):
         error_if_nonfinite: `step` looks at the gradients first, and on a sampled step at the layers' raw moments, and
             raises a `NonFiniteError` if one is inf or NaN. It waits for the device then, so not with `capturable`. May
             be changed between steps.
+        momentum_dtype: dtype of new momenta: None for float32 (float64 for float64 parameters), or `torch.bfloat16` or
+            `torch.float16` to save memory; a parameter of 16 bits takes float32 or its own.
+        master_weights: parameters of 16 bits are rounded copies of float32 weights, `state[p]["master"]`, that are what
+            is updated. What a script writes into a parameter counts: where it is not the copy any more, its master
+            starts from it.
+        stochastic_rounding: parameters of 16 bits are rounded up or down at random, so that the mean of many roundings
+            is the number itself; to the nearest otherwise. Not with master weights, which need it not.
+        seed: of these random numbers, which depend on it, on the parameter's place and step, and on the element's place
+            in memory: the same seed gives the same bits, on a resumed run too.
         param_groups: dicts as for other optimizers: scalars of their own, and "params" that are parameters of the
             model, or names of them, or patterns of names with `*`, `?` and `[...]`. What none of them holds makes a
             last group.
@@ -95,6 +105,8 @@ class AdaFisher(torch.optim.Optimizer):
     """
 
     _decoupled = False
+    _precision = Precision()  # of optimizers that were pickled without
+    _seed = 0
     _building = False  # torch's constructor is adding the groups
     _loading: Any = None  # the `Checkpoint` that load_state_dict is about to take over
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and the inf verdict to `step`
@@ -115,6 +127,10 @@ class AdaFisher(torch.optim.Optimizer):
         capturable: bool = False,
         grad_scaler: Any = None,
         error_if_nonfinite: bool = False,
+        momentum_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
         param_groups: Sequence[Mapping[str, Any]] | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
@@ -125,6 +141,9 @@ class AdaFisher(torch.optim.Optimizer):
         where = type(self).__name__
         check_model(where, model)
         check_arguments(where, differentiable, others)
+        self._precision = Precision.checked(where, momentum_dtype, master_weights, stochastic_rounding, seed)
+        self._seed = checked_seed(where, "seed", seed)
+        check_momenta(where, model, self._precision)
         capturable = flag(where, "capturable", capturable)
         error_if_nonfinite = flag(where, "error_if_nonfinite", error_if_nonfinite)
         if capturable and error_if_nonfinite:
@@ -135,7 +154,7 @@ class AdaFisher(torch.optim.Optimizer):
         self.TCov = TCov
         self.averaging = Averaging.named(averaging, gamma)
         self.model = model
-        self.steps = 0
+        self._steps = 0
         self.capturable = capturable
         self.grad_scaler = grad_scaler
         self.error_if_nonfinite = error_if_nonfinite
@@ -171,6 +190,9 @@ class AdaFisher(torch.optim.Optimizer):
         self._seen: set[int] = set()  # layers that have ever been seen
         self._hypers: dict[Any, Hyper] = {}  # scalars that have been checked
         self._reference = ReferenceUpdate()
+        self._skips: Tensor | None = None  # (1,) int64, on the device: steps that a scaler's verdict has prevented
+        self._known_skips = 0
+        self._unsure = False  # there may be more
 
     def _find_layers(self) -> None:
         self._layers, self._modules, self._kinds = find_layers(self.model)
@@ -202,6 +224,22 @@ class AdaFisher(torch.optim.Optimizer):
         return choose_for_all(self._requested, self._devices(), dtypes, type(self).__name__)
 
     @property
+    def steps(self) -> int:
+        """Completed steps. Under a `GradScaler` the device alone knows what it has made of steps that were not sampled:
+        asking then waits for it."""
+        if self._unsure and self._skips is not None:
+            with uninterrupted():
+                skips = int(self._skips)
+                self._steps -= skips - self._known_skips
+                self._known_skips, self._unsure = skips, False
+        return self._steps
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        _ = self.steps  # what is still open belongs to the old number
+        self._steps = value
+
+    @property
     def TCov(self) -> int:
         """Every how many steps the factors are refreshed."""
         return self._TCov
@@ -211,6 +249,7 @@ class AdaFisher(torch.optim.Optimizer):
         self = itself(self)
         self._TCov = whole(type(self).__name__, "TCov", value, 1)
         if hasattr(self, "_taps"):
+            _ = self.steps
             self._attach()  # the coming step may have become a sampled one, or ceased to be
             if self._kept_factors is not None and not self.samples:
                 self._kept_factors.discard()
@@ -218,7 +257,7 @@ class AdaFisher(torch.optim.Optimizer):
     @property
     def samples(self) -> bool:
         """True if the next step refreshes the factors."""
-        if self.steps % self._TCov:
+        if self._steps % self._TCov:  # never less than `steps`, which are looked at where this is a multiple
             return False
         return self._kept_factors is None or not self._kept_factors.refreshed
 
@@ -342,9 +381,11 @@ class AdaFisher(torch.optim.Optimizer):
         """Update all parameters that have a gradient, in place, on the current stream.
 
         Under a `GradScaler` the gradients are unscaled on the way, and a step with non-finite gradients changes
-        nothing; that verdict is read from the device, which waits, as for `torch.optim` without `fused=True`. Without a
-        scaler a gradient that is inf or NaN goes into its own elements of momentum and parameter, as in `torch.optim`.
-        A layer whose raw moments hold a NaN keeps its factors, and `skipped_refreshes` counts it.
+        nothing. On the CUDA backend the update reads that verdict on the device; the host waits for it on sampled steps
+        alone, and with `error_if_nonfinite` or a model on several GPUs. A sampled step that changes nothing is sampled
+        again at the next. Without a scaler a gradient that is inf or NaN goes into its own elements of momentum and
+        parameter, as in `torch.optim`. A layer whose raw moments hold a NaN keeps its factors, and `skipped_refreshes`
+        counts it.
 
         Args:
             closure: reevaluates the model and returns the loss.
@@ -389,11 +430,16 @@ class AdaFisher(torch.optim.Optimizer):
         capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         if capturing:
             check_capture(self)
-        verdict = unscaling(self)
+        if self._unsure and self.samples:
+            self._make_sure()
+        grad_scale = loss_scale = 1.0
+        verdict = verdict_of_device(self)
         if verdict is None:
-            self._factors.discard()
-            return loss
-        grad_scale, loss_scale = verdict
+            scales = unscaling(self)
+            if scales is None:
+                self._factors.discard()
+                return loss
+            grad_scale, loss_scale = scales
         hypers = self._checked_hypers()  # before a new plan makes state
         if self.error_if_nonfinite:
             check_finite(self, loss_scale)
@@ -407,14 +453,20 @@ class AdaFisher(torch.optim.Optimizer):
             plan.expect_capture()
         grads = plan.gradients()
         refresh = self._refresh(hypers, loss_scale) if self.samples else None
-        plan.update(self, hypers, grads, grad_scale, refresh, capturing)
+        plan.update(self, hypers, grads, grad_scale, refresh, capturing, verdict)
         return loss
 
     def _checked_hypers(self) -> list[Hyper]:
         return [checked_hyper(self, "step", group) for group in self.param_groups]
 
+    def _make_sure(self) -> None:
+        """Before a step that seems to be a sampled one: steps that did not happen put that off."""
+        _ = self.steps
+        if not self.samples:
+            self._factors.discard()
+
     def _count_steps(self, steps: int, waiting: bool = False) -> None:
-        self.steps = steps
+        self._steps = steps
         if self._kept_factors is not None:
             self._kept_factors.refreshed = False
         if self._taps or waiting or self.samples:
@@ -454,7 +506,8 @@ class AdaFisher(torch.optim.Optimizer):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The keys of the public implementation: `state`, `param_groups`, `steps`, `H_D`, `S_D` (in module order).
+        """The keys of the public implementation: `state`, `param_groups`, `steps`, `H_D`, `S_D` (in module order). And
+        `seed`, with stochastic rounding.
 
         Names are in it, too: `param_names` in each group, and in the first one `steps` and, by layer, `factors`: the
         same tensors again. So it may be loaded into a model of another order of modules, and
@@ -477,7 +530,9 @@ class AdaFisher(torch.optim.Optimizer):
         Parameters and layers are found by their names, whatever `DistributedDataParallel` and `torch.compile` have put
         before them. Where the dict has no names, or none that the model has, they are taken in their order.
 
-        Momentum takes the dtype of its parameter; that of a 16-bit parameter keeps its own.
+        Momentum takes the optimizer's `momentum_dtype`; without one, that of a parameter of 16 bits keeps its own dtype
+        if that is float32 or the parameter's, and any other the parameter's. Masters that are not there start from
+        their parameters; a seed goes on.
 
         Raises:
             CafinError: it does not fit, and the message names the first key that does not; nothing has been changed

@@ -10,6 +10,7 @@ from torch import nn
 from cafin_cupy.arrays import refuse_without_memory, wraps_others
 from cafin_cupy.errors import BackendError, CafinTypeError, refuse
 from cafin_cupy.nonfinite import raw_moments, refuse_nonfinite
+from cafin_cupy.precision import Precision, dtype_name
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -31,6 +32,13 @@ def check_model(where: str, model: Any) -> None:
             refuse(where, f"model ({name})", rule, f"{p.dtype} on {p.device}", "convert it first")
         if p.requires_grad or nn.parameter.is_lazy(p):
             refuse_without_memory(p, where, f"model ({name})")
+
+
+def check_momenta(where: str, model: nn.Module, precision: Precision) -> None:
+    """Refuse a dtype of momenta that does not go with a parameter's."""
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            precision.momentum_of(where, name, dtype_name(p.dtype))
 
 
 def check_ranks(where: str) -> None:

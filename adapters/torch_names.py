@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from .torch import AdaFisher
 
 NAMES = "param_names"  # torch's key
-WRITTEN = (NAMES, "factors", "steps")  # what groups hold in a state dict only
+COUNTED = ("steps", "seed")
+WRITTEN = (NAMES, "factors", *COUNTED)  # what groups hold in a state dict only
 BY_ORDER = f"remove {NAMES!r} from the groups to load by order"
 
 
@@ -51,7 +52,9 @@ def with_names(optimizer: AdaFisher, state: dict[str, Any]) -> None:
     for group, names in zip(state["param_groups"], own_names(optimizer)):
         group[NAMES] = names
     pairs = zip(layer_names(optimizer), state["H_D"], state["S_D"])
-    state["param_groups"][0].update(factors={name: {"H": H, "S": S} for name, H, S in pairs}, steps=state["steps"])
+    first = state["param_groups"][0]
+    first.update(factors={name: {"H": H, "S": S} for name, H, S in pairs})
+    first.update({key: state[key] for key in COUNTED if key in state})
 
 
 def without_names(groups: Any) -> Any:
@@ -71,8 +74,9 @@ def in_own_order(where: str, optimizer: AdaFisher, given: Any) -> Any:
         return given  # it will be refused
     given = {**given}
     first = groups[0]
-    if "steps" not in given and "steps" in first:
-        given["steps"] = first["steps"]
+    for key in COUNTED:
+        if key not in given and key in first:
+            given[key] = first[key]
     _order_layers(where, layer_names(optimizer), given, first.get("factors"))
     mine = own_names(optimizer)
     theirs = _names_in(where, groups, mine)

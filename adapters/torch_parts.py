@@ -36,7 +36,8 @@ def parts(optimizer: AdaFisher) -> list[Part]:
                 trains, note = False, "no gradient so far"
             layer = optimizer._layers[index] if place else None
             name = names.get(id(p), f"param_groups[{number}][{k}]")
-            found.append(Part(name, p.detach(), momentum, trains, layer, index, role, note))
+            given = p.detach(), momentum, trains, layer, index, role, note, optimizer._precision
+            found.append(Part(name, *given))
     return found
 
 

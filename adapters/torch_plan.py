@@ -11,15 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cafin_cupy.arrays import View, current_stream, torch_view, view
-from cafin_cupy.cuda_update import CudaSchedule, CudaUpdate, layout, rate, scalars
+from cafin_cupy.arrays import current_stream, torch_view, view
+from cafin_cupy.backend import DTYPES
+from cafin_cupy.cuda_update import CudaSchedule, CudaUpdate, Verdict, layout, rate, scalars
 from cafin_cupy.errors import refuse
 from cafin_cupy.interrupts import uninterrupted
 from cafin_cupy.memory import Written, refuse_overlap
+from cafin_cupy.precision import dtype_name
+from cafin_cupy.rounding import Noise, step_noise
 from cafin_cupy.rule import Hyper
 from cafin_cupy.spread import SpreadUpdate
 from cafin_cupy.unchanged import Unchanged, traits
 from cafin_cupy.update import gather, matching, place, writable
+
+from .torch_precision import master_of, momentum_of, written_state
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -50,7 +55,7 @@ class Plan:
         views = [torch_view(p, "step", self._name(p)) for p in self.params]
         factors = optimizer._factors
         written = [(self._name(p), v) for p, v in zip(self.params, views)]
-        written += self._momenta(optimizer)
+        written += written_state(optimizer, self.params, self._name)
         for name, v in written:
             writable("step", name, v)
         refuse_overlap("step", written)
@@ -68,42 +73,53 @@ class Plan:
             if pair[0].numel() * pair[1].numel() != p.numel():
                 rule = f"have {pair[1].numel()} x {pair[0].numel()} elements, as its layer had"
                 refuse("step", self._name(p), rule, tuple(p.shape), "make a new optimizer")
+        self.precision = optimizer._precision
         self.launch: CudaUpdate | SpreadUpdate | None = None
+        averages = [momentum_of(optimizer, p, self._name(p)) for p in self.params]
+        masters = [master_of(optimizer, p, self._name(p)) for p in self.params]
+        numbers = {id(p): number for number, (_, p) in enumerate(every)}
+        self.keys = [numbers[id(p)] for p in self.params]
         if factors.kernels:
             layouts, pointers = [], []
-            for p, v, pair in zip(self.params, views, self.pairs):
+            for p, v, pair, average in zip(self.params, views, self.pairs, averages):
                 if v.device == "cpu":
                     refuse("step", self._name(p), "stay on a GPU as at the first step", "cpu", "make a new optimizer")
-                if p.dtype is not torch.float32:  # the kernels would read its memory as float32
-                    refuse("step", self._name(p), "stay float32 as at the first step", p.dtype, "make a new optimizer")
-                layouts.append(layout("step", self._name(p), v, pair[0].numel() if pair else 0))
+                if v.dtype not in DTYPES:
+                    rule = f"stay of {', '.join(DTYPES)}, as at the first step"
+                    refuse("step", self._name(p), rule, p.dtype, "make a new optimizer")
+                columns = pair[0].numel() if pair else 0
+                layouts.append(layout("step", self._name(p), v, columns, dtype_name(average.dtype)))
                 pointers.append((pair[0].data_ptr(), pair[1].data_ptr()) if pair else (0, 0))
             devices = [int(v.device) for v in views]
             self.device = devices[0] if devices else 0
             if len(set(devices)) > 1 and optimizer.capturable:
                 got, mend = f"on {', '.join(map(place, sorted(set(devices))))}", "leave capturable out"
                 refuse("step", "model", "lie on one device if capturable", got, mend)
+            at = [0 if w is None else w.data_ptr() for w in masters]
             if len(set(devices)) > 1:
-                self.launch = SpreadUpdate(layouts, pointers, self.params, devices)
+                self.launch = SpreadUpdate(layouts, pointers, self.params, devices, at, self.keys)
             elif devices:
-                self.launch = CudaUpdate(layouts, pointers, self.params[0], self.device)
+                self.launch = CudaUpdate(layouts, pointers, self.params[0], self.device, at, self.keys)
         for p in self.params:
             self._check(p, p.grad)
         self.kept = optimizer.state
-        self.states = states = self._states(optimizer, [self._average(optimizer, p) for p in self.params])
+        self.states = states = self._states(optimizer, averages, masters)
         self.in_order = len(self.kept) == len(states)  # no state of a parameter that has left its group
         self.averages: list[Tensor] = list(map(_AVERAGE, states))
-        self.written = Written([*views, *(torch_view(m, "step", "momentum") for m in self.averages)])
+        self.masters = masters
+        self.have_master = [k for k, w in enumerate(masters) if w is not None]
+        others = [torch_view(x, "step", "state") for x in (*self.averages, *self._their_masters(states))]
+        self.written = Written([*views, *others])
         self.sizes = np.array([v.extent[1] - v.extent[0] for v in views], np.uint64)  # in bytes
         self.p, self.m = list(map(_ADDRESS, self.params)), list(map(_ADDRESS, self.averages))
-        self.addresses = [*self.p, *self.m]
+        self.addresses = [*self.p, *self.m, *map(_ADDRESS, self._their_masters(states))]
         self.traits = traits(self.params)
         self.unchanged = Unchanged(self.params).check
         self.fitting: Callable[..., bool] | None = None  # knows gradients that can be used as they are
         self.zeros = [0] * len(self.params)
         self.one_group = bool(self.params) and not any(self.group)
         self.schedule: CudaSchedule | None = None
-        if optimizer.capturable and self.launch is not None:
+        if (optimizer.capturable or optimizer._skips is not None) and isinstance(self.launch, CudaUpdate):
             self._count_on_device(states)
         else:
             for state in states:
@@ -124,34 +140,21 @@ class Plan:
     def _name(self, p: Tensor) -> str:
         return self.names.get(id(p), "params")
 
-    def _momenta(self, optimizer: AdaFisher) -> list[tuple[str, View]]:
-        """Those that will be written where they are: not those that `_average` makes or replaces."""
-        kept = ((p, optimizer.state.get(p, {}).get("exp_avg")) for p in self.params)
-        named = [(p, f"momentum of {self._name(p)}", m) for p, m in kept if m is not None]
-        views = [(p, name, torch_view(m, "step", name)) for p, name, m in named]
-        return [(name, v) for p, name, v in views if v.strides == p.stride()]
-
-    def _average(self, optimizer: AdaFisher, p: Tensor) -> Tensor:
-        """The momentum of a parameter; a new one is not yet in the state, as memory may run out for the next."""
-        average: Tensor | None = optimizer.state.get(p, {}).get("exp_avg")
-        if average is None:
-            return torch.zeros_like(p, memory_format=torch.preserve_format)
-        if average.device != p.device or average.shape != p.shape:
-            rule = f"stay of shape {tuple(average.shape)} on {average.device}, as its momentum is"
-            got = f"{tuple(p.shape)} on {p.device}"
-            refuse("step", self._name(p), rule, got, "make a new optimizer, or move the model before the first step")
-        if self.launch is not None and average.dtype is not torch.float32:  # the kernel writes float32 there
-            refuse("step", f"momentum of {self._name(p)}", "stay float32", average.dtype, "convert it to float32")
-        if average.stride() != p.stride():
-            return torch.empty_like(p, dtype=average.dtype).copy_(average)
-        return average
-
-    def _states(self, optimizer: AdaFisher, averages: list[Tensor]) -> list[dict[str, Any]]:
+    def _states(
+        self, optimizer: AdaFisher, averages: list[Tensor], masters: list[Tensor | None]
+    ) -> list[dict[str, Any]]:
         states = [optimizer.state[p] for p in self.params]
-        for state, average in zip(states, averages):
+        for state, average, master in zip(states, averages, masters):
             state.setdefault("step", 0)
             state["exp_avg"] = average
+            if master is not None:
+                state["master"] = master
+            elif self.precision.masters:
+                state.pop("master", None)  # of a parameter that was of 16 bits
         return states
+
+    def _their_masters(self, states: list[Any]) -> list[Tensor]:
+        return [states[k]["master"] for k in self.have_master]
 
     def _find_states(self) -> list[Any]:
         """The state of each parameter."""
@@ -171,7 +174,8 @@ class Plan:
         try:
             self.states = states = self._find_states()
             # The old momenta are kept, so others lie elsewhere.
-            addresses = list(map(_ADDRESS, chain(self.params, map(_AVERAGE, states))))
+            masters = self._their_masters(states) if self.have_master else ()
+            addresses = list(map(_ADDRESS, chain(self.params, map(_AVERAGE, states), masters)))
             counts = list(map(_STEP, states)) if self.schedule is not None else []
         except KeyError:
             return False
@@ -271,17 +275,19 @@ class Plan:
         grad_scale: float,
         ahead: Callable[[], None] | None = None,
         capturing: bool = False,
+        verdict: Verdict | None = None,
     ) -> None:
         """Update the parameters that have a gradient, and count the step: both or neither, whatever comes in between.
 
         `ahead` writes the factors that the update reads, once all is ready. If the update itself then fails, they stay,
-        and `Factors.refreshed` tells the next step.
+        and `Factors.refreshed` tells the next step. A `verdict` is read on the device, which may do neither: see
+        `AdaFisher.steps`.
         """
-        steps = optimizer.steps + 1
+        steps = optimizer._steps + 1
         if self.schedule is not None:
-            self._scheduled(optimizer, hypers, grads, grad_scale, ahead, capturing)
+            self._scheduled(optimizer, hypers, grads, grad_scale, ahead, capturing, verdict)
             return
-        states = self.states
+        states, begin = self.states, optimizer._precision.begin
         kinds, which, counts = self.count(states, grads)
 
         def counted() -> None:
@@ -297,16 +303,19 @@ class Plan:
             optimizer._count_steps(steps)
 
         if self.launch is not None:
-            self._launch(grads, [scalars(hypers[number], t, grad_scale) for number, t in kinds], which, ahead, counted)
+            sets = [scalars(hypers[number], t, grad_scale, begin) for number, t in kinds]
+            self._launch(grads, sets, which, ahead, counted)
             return
         with uninterrupted():  # what is computed in place, piece by piece, cannot be taken back
             if ahead is not None:
                 ahead()
-            for p, g, state, pair, kind in zip(self.params, grads, states, self.pairs, which):
+            every = zip(self.params, grads, states, self.pairs, which, self.masters, self.keys)
+            for p, g, state, pair, kind, master, key in every:
                 if g is not None:
                     number, t = kinds[kind]
+                    noise = Noise(step_noise(begin, t), key) if begin else None
                     update = p.detach(), g.detach(), state["exp_avg"], pair, hypers[number], t, grad_scale
-                    optimizer._reference(id(p), *update)
+                    optimizer._reference(id(p), *update, master, noise)
             optimizer._reference.over()
             counted()
 
@@ -318,9 +327,10 @@ class Plan:
         grad_scale: float,
         ahead: Callable[[], None] | None,
         capturing: bool,
+        verdict: Verdict | None,
     ) -> None:
         """`update` with counters on the device. A launch ahead of the update advances them, and back if it fails."""
-        schedule, steps, stream = self.schedule, optimizer.steps + 1, self._stream()
+        schedule, steps, stream = self.schedule, optimizer._steps + 1, self._stream()
         assert schedule is not None
         present = [g is not None for g in grads]
         self.refresh(hypers, grad_scale)
@@ -328,11 +338,12 @@ class Plan:
         def first() -> None:
             if ahead is not None:
                 ahead()
-            schedule(present, stream)
+            schedule(present, stream, verdict or Verdict())
 
         def counted() -> None:
             _changed(self.params)
             schedule.updated()
+            optimizer._unsure |= verdict is not None
             optimizer._count_steps(steps)
 
         try:
@@ -368,7 +379,8 @@ class Plan:
         rates = []
         for group, hyper in zip(self.groups, hypers):
             lr = group["lr"]
-            rates.append(rate(hyper, grad_scale, lr.data_ptr() if isinstance(lr, Tensor) and lr.is_cuda else 0))
+            lr_at = lr.data_ptr() if isinstance(lr, Tensor) and lr.is_cuda else 0
+            rates.append(rate(hyper, grad_scale, lr_at, self.precision.begin))
         self.schedule.refresh(rates, self._stream())
 
     def expect_capture(self) -> None:

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from cafin_cupy.arrays import wraps_others
 from cafin_cupy.errors import CafinError, CafinTypeError, refuse
+from cafin_cupy.precision import Precision, checked_seed, dtype_name, momenta_of
 from cafin_cupy.rule import whole
 
 from .torch_names import in_own_order, with_names, without_names
+from .torch_precision import new_master, new_momentum
 from .torch_scalars import SCALARS, checked_hyper
 from .torch_warnings import warn_not_stored
 
@@ -29,7 +31,10 @@ NOT_OURS = (
 )
 KEYS = ("state", "param_groups", "H_D", "S_D", "steps")
 ENTRY = ("step", "exp_avg")  # of a parameter that has momentum
-KEPT = ("model", "_TCov", "averaging", "steps", "capturable", "grad_scaler", "error_if_nonfinite", "_requested")
+KEPT = (
+    *("model", "_TCov", "averaging", "_steps", "capturable", "grad_scaler", "error_if_nonfinite", "_requested"),
+    *("_precision", "_seed"),
+)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -39,22 +44,28 @@ def with_factors(optimizer: AdaFisher, state: dict[str, Any]) -> dict[str, Any]:
     if optimizer.steps or entries:  # an entry for each parameter, so that none can be lost without notice
         indices = [index for group in state["param_groups"] for index in group["params"]]
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        state["state"] = {index: _entry(entries.get(index), p) for index, p in zip(indices, parameters)}
+        precision = optimizer._precision
+        state["state"] = {index: _entry(entries.get(index), p, precision) for index, p in zip(indices, parameters)}
     factors = optimizer._factors
     state["H_D"] = [factors.H[index] for _, _, index, _ in optimizer._modules]
     state["S_D"] = [factors.S[index] for _, _, index, _ in optimizer._modules]
     state["steps"] = optimizer.steps
+    if optimizer._precision.begin:
+        state["seed"] = optimizer._seed
     with_names(optimizer, state)
     return state
 
 
-def _entry(entry: Any, p: Tensor) -> dict[str, Any]:
+def _entry(entry: Any, p: Tensor, precision: Precision) -> dict[str, Any]:
     """A parameter's state as the next step would complete it; the step as a number, which every AdaFisher reads."""
     if not entry:
         return {}
     average = entry.get("exp_avg")
-    average = torch.zeros_like(p, memory_format=torch.preserve_format) if average is None else average
-    return {**entry, "step": int(entry.get("step", 0)), "exp_avg": average}
+    average = new_momentum(p, precision) if average is None else average
+    full = {**entry, "step": int(entry.get("step", 0)), "exp_avg": average}
+    if precision.has_master(dtype_name(p.dtype)):
+        full.setdefault("master", new_master(p))
+    return full
 
 
 def take_over(optimizer: AdaFisher, state_dict: Any, load: Callable[[Any], None]) -> None:
@@ -101,6 +112,7 @@ class Checkpoint:
     def __init__(self, optimizer: AdaFisher, given: Any) -> None:
         _mapping("state_dict", given, KEYS, NOT_OURS if of_adam(given) else MEND)
         self.steps = _count("steps", given["steps"])
+        self.seed = checked_seed(WHERE, "seed", given.get("seed", optimizer._seed))
         groups = _checked_groups(optimizer, given["param_groups"])
         self.entries = _checked_state(optimizer, given["state"], groups, self.steps)
         stored, self.missing = split_layers(optimizer._modules, given)
@@ -119,12 +131,14 @@ class Checkpoint:
             for name in (*SCALARS, "maximize"):
                 group.setdefault(name, optimizer.defaults[name])
         optimizer.state.update(self.entries)
+        optimizer._precision, optimizer._seed = optimizer._precision.seeded(self.seed), self.seed
         for index, pair in self.factors.items():
             optimizer._factors.load(index, *pair)
         for _, _, index, _ in self.missing:
             optimizer._factors.restart(index)
         optimizer._factors.count_from(None)
         optimizer._factors.discard()
+        optimizer.steps = self.steps
         optimizer._count_steps(self.steps, waiting=True)
 
 
@@ -164,7 +178,7 @@ def take_momentum(optimizer: AdaFisher, given: Any) -> None:
             _mapping(name, entry, ENTRY, mend, where)
             count = _count(f"{name}['step']", entry["step"], where)
             _numbers(f"{name}['exp_avg']", entry["exp_avg"], tuple(p.shape), where=where)
-            entries[p] = {"step": count, "exp_avg": _momentum(p, entry["exp_avg"])}
+            entries[p] = {"step": count, "exp_avg": _momentum(p, entry["exp_avg"], optimizer._precision)}
     optimizer.state.update(entries)
 
 
@@ -180,6 +194,7 @@ def copied(optimizer: AdaFisher) -> tuple[Any, ...]:
             "call step() or zero_grad() first"
         )
     factors = optimizer._factors
+    _ = optimizer.steps  # which makes sure of `_steps`
     mine = {name: optimizer.__dict__[name] for name in KEPT}
     return mine, list(factors.H), list(factors.S), list(factors.skipped)
 
@@ -187,7 +202,8 @@ def copied(optimizer: AdaFisher) -> tuple[Any, ...]:
 def go_on_from(optimizer: AdaFisher, ours: tuple[Any, ...]) -> None:
     """Make a copy of what `copied` has told."""
     mine, H, S, skipped = ours
-    optimizer.__dict__.update(mine)
+    old = {"_precision": Precision(), "_seed": 0, "_steps": mine.get("steps", 0)}  # of copies that know less
+    optimizer.__dict__.update({**old, **{name: value for name, value in mine.items() if name != "steps"}})
     optimizer._reset()
     optimizer._find_layers()
     if [(len(each), len(other)) for each, other in zip(H, S)] != [(x.H_size, x.S_size) for x in optimizer._layers]:
@@ -245,17 +261,31 @@ def _checked_state(optimizer: AdaFisher, state: Any, groups: Any, steps: int) ->
             count = _count(f"{name}['step']", entry["step"])
             _numbers(f"{name}['exp_avg']", entry["exp_avg"], tuple(p.shape))
             more = {key: _copied(value, p) for key, value in entry.items() if key not in ENTRY}
-            entries[p] = {"step": count, "exp_avg": _momentum(p, entry["exp_avg"]), **more}
+            if "master" in entry:
+                more["master"] = _master(f"{name}['master']", p, entry["master"], optimizer._precision)
+            average = _momentum(p, entry["exp_avg"], optimizer._precision)
+            entries[p] = {"step": count, "exp_avg": average, **more}
     for index in state:
         if index not in parameters:
             refuse(WHERE, f"state[{index!r}]", f"belong to a parameter of the groups, which are {indices}", "none")
     return entries
 
 
-def _momentum(p: Tensor, average: Tensor) -> Tensor:
+def _momentum(p: Tensor, average: Tensor, precision: Precision) -> Tensor:
     """A copy in the parameter's memory layout. That of a 16-bit parameter keeps its precision, as it was trained."""
-    dtype = p.dtype if p.dtype in (torch.float32, torch.float64) else average.dtype
-    return torch.empty_like(p, dtype=dtype, requires_grad=False).copy_(average.detach())
+    new, given = new_momentum(p, precision), dtype_name(average.dtype)
+    keeps = precision.momentum is None and p.element_size() == 2 and given in momenta_of(dtype_name(p.dtype))
+    return (new.to(average.dtype) if keeps else new).copy_(average.detach())
+
+
+def _master(name: str, p: Tensor, master: Any, precision: Precision) -> Tensor:
+    """A copy in the parameter's memory layout."""
+    if not precision.has_master(dtype_name(p.dtype)):
+        got = f"one of a {dtype_name(p.dtype)} parameter, with master_weights={precision.masters}"
+        mend = "make the optimizer with master_weights=True, or copy the master into the parameter and delete it"
+        refuse(WHERE, name, "be left out", got, mend)
+    _numbers(name, master, tuple(p.shape))
+    return new_master(p).copy_(master.detach())
 
 
 def _copied(value: Any, p: Tensor) -> Any:

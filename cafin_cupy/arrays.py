@@ -84,6 +84,12 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def channels_last_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of three axes or more: the second runs fastest."""
+    _, c, *kernel = shape
+    return c * math.prod(kernel), 1, *(c * step for step in contiguous_strides(tuple(kernel)))
+
+
 def same_strides(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     """True if arrays of these strides have the same order in memory; axes of one entry, and empty arrays, have any."""
     return 0 in shape or all(n == 1 or x == y for n, x, y in zip(shape, a, b))
@@ -159,7 +165,8 @@ def view(array: Any, where: str = "view", name: str = "array") -> View:
         array = _lent(numpy, array, where, name)  # JAX: to be read, not written
         interface, device = array.__array_interface__, "cpu"
     shape = tuple(int(n) for n in interface["shape"])
-    dtype = _dtype_name(interface["typestr"], where, name)
+    bfloat16 = str(getattr(array, "dtype", "")) == "bfloat16"  # of ml_dtypes: two bytes without a name there
+    dtype = "bfloat16" if bfloat16 else _dtype_name(interface["typestr"], where, name)
     item = item_size(dtype)
     in_bytes = interface.get("strides") or tuple(item * step for step in contiguous_strides(shape))
     if 0 not in shape and any(n > 1 and step % item for n, step in zip(shape, in_bytes)):

@@ -8,10 +8,12 @@ from collections.abc import Collection
 
 from . import forks
 from .errors import BackendError, refuse
-from .runtime import DTYPES, cuda_problem, prepare
+from .rounding import SIXTEEN
+from .runtime import cuda_problem, prepare
 
 VARIABLE = "CAFIN_BACKEND"
 BACKENDS = ("cuda", "reference")
+DTYPES = ("float32", *SIXTEEN)  # of parameters, that the kernels take
 
 _warned: set[str] = set()
 _failed: dict[int, str] = {}  # device: why the kernels cannot run there, as a choice that was left to us found
@@ -83,7 +85,7 @@ def _problem(device: int, dtypes: set[str], again: bool) -> str | None:
         return f"the kernels take {', '.join(DTYPES)} and these arrays are {', '.join(unsupported)}"
     if device in _failed and not again:
         return _failed[device]
-    problem = cuda_problem() or _set_up(device)
+    problem = cuda_problem() or _set_up(device, not dtypes.isdisjoint(SIXTEEN))
     if problem is None:
         _failed.pop(device, None)
     else:
@@ -91,9 +93,9 @@ def _problem(device: int, dtypes: set[str], again: bool) -> str | None:
     return problem
 
 
-def _set_up(device: int) -> str | None:
+def _set_up(device: int, mixed: bool) -> str | None:
     try:
-        prepare(device)
+        prepare(device, mixed=mixed)
     except BackendError as error:
         return str(error)
     return None

@@ -45,10 +45,11 @@ def check_pair(where: str, layer: Layer, h: Any, s: Any) -> None:
     layer.check(tuple(h.shape), tuple(s.shape), where)
 
 
-def check_update(p: Any, g: Any, m: Any, H: Any, S: Any) -> None:
-    """Refuse what cannot be a parameter, its gradient, momentum and factors; their sizes are compared later."""
+def check_update(p: Any, g: Any, m: Any, H: Any, S: Any, master: Any = None) -> None:
+    """Refuse what cannot be a parameter, its gradient, momentum, factors and master; their sizes are compared later."""
     factors = {name: F for name, F in (("H", H), ("S", S)) if F is not None}
-    check_arrays("update", {"p": p, "g": g, "m": m, **factors})
+    masters = {} if master is None else {"master": master}
+    check_arrays("update", {"p": p, "g": g, "m": m, **factors, **masters})
     for name, F in factors.items():
         if len(F.shape) != 1:
             refuse("update", name, "be a vector", f"shape {tuple(F.shape)}")

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import table
-from .arrays import View, allocate, contiguous_strides, same_strides
+from .arrays import View, allocate, channels_last_strides, item_size, same_strides
 from .errors import refuse
+from .rounding import step_noise
 from .rule import Hyper
 from .runtime import Arguments, Launch, prepare
 
-BLOCK = 256  # as in update.cu
+BLOCK = 256  # as in update.cuh
+TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}  # of parameters and momenta, by the numbers of update_mixed.cu
 _NOTHING = (None, None, None)  # of p, m and which: the table holds none that are known
 
 
@@ -26,28 +28,43 @@ class Layout(NamedTuple):
         size: number of elements.
         columns: length of `H`; 0 without factors.
         channels, taps: above 0 for weights in channels_last memory, whose `H` is ordered (channel, tap).
+        dtype: of the parameter and its gradient.
+        momentum: dtype of the momentum.
     """
 
     size: int
     columns: int
     channels: int
     taps: int
+    dtype: str = "float32"
+    momentum: str = "float32"
 
 
-def layout(where: str, name: str, p: View, columns: int) -> Layout:
+def kernel_for(layouts: Sequence[Layout], masters: Sequence[int]) -> str:
+    """The kernel that updates parameters of these kinds in one launch."""
+    kinds = {(layout.dtype, layout.momentum, master != 0) for layout, master in zip(layouts, masters)}
+    if kinds <= {("float32", "float32", False)}:
+        return "update"
+    if len(kinds) > 1:
+        return "update_mixed"
+    ((dtype, momentum, master),) = kinds
+    return f"update_{dtype}_{momentum}{'_master' if master else ''}"
+
+
+def layout(where: str, name: str, p: View, columns: int, momentum: str = "float32") -> Layout:
     """The `Layout` of a parameter, contiguous or channels_last; anything else is refused."""
     if columns >= 2**32:
         refuse(where, name, f"have fewer than {2**32} columns", columns, "the kernel counts them in 32 bits")
     if p.contiguous:
-        return Layout(p.size, columns, 0, 0)
+        return Layout(p.size, columns, 0, 0, p.dtype, momentum)
     if len(p.shape) >= 3:
         _, c, *kernel = p.shape
         taps = math.prod(kernel)
-        if same_strides(p.shape, p.strides, (c * taps, 1, *(c * step for step in contiguous_strides(tuple(kernel))))):
+        if same_strides(p.shape, p.strides, channels_last_strides(p.shape)):
             if columns not in (0, c * taps):
                 rule = f"be contiguous, or have {c * taps} columns in channels_last memory"
                 refuse(where, name, rule, f"{columns} columns", "pass .contiguous()")
-            return Layout(p.size, columns, c, taps)
+            return Layout(p.size, columns, c, taps, p.dtype, momentum)
     refuse(
         where, name, "be contiguous or channels_last", f"shape {p.shape} with strides {p.strides}", "pass .contiguous()"
     )
@@ -61,15 +78,40 @@ class CudaUpdate:
     nothing waits.
     """
 
-    def __init__(self, layouts: Sequence[Layout], factors: Sequence[tuple[int, int]], like: Any, device: int) -> None:
-        """`factors`: addresses of each parameter's (H, S), (0, 0) without; `like`: an array of the same framework."""
-        prepare(device)
-        self._launch = Launch("update", "update", device, BLOCK)
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        factors: Sequence[tuple[int, int]],
+        like: Any,
+        device: int,
+        masters: Sequence[int] = (),
+        keys: Sequence[int] = (),
+    ) -> None:
+        """
+        Args:
+            factors: addresses of each parameter's (H, S), (0, 0) without.
+            like: an array of the same framework.
+            masters: addresses of each parameter's master, 0 without; empty where none has any.
+            keys: what tells each parameter's random numbers from those of others; by default its place.
+        """
+        masters = masters or [0] * len(layouts)
+        kernel = kernel_for(layouts, masters)
+        mixed = kernel != "update"
+        prepare(device, mixed=mixed)
+        self._launch = Launch("update_mixed" if mixed else "update", kernel, device, BLOCK)
         self._arguments = Arguments(table.Update)
         self._table = table.DeviceTable(table.Parameter, len(layouts), like, device)
-        for row, layout, (H, S) in zip(self._table.rows, layouts, factors):
+        rows = self._table.rows
+        rows["master"], rows["key"] = masters, keys or range(len(layouts))
+        for row, layout, (H, S) in zip(rows, layouts, factors):
             row["H"], row["S"], row["size"], row["columns"] = H, S, layout.size, layout.columns
             row["channels"], row["taps"] = layout.channels, layout.taps
+            row["kind"] = TYPES[layout.dtype] | TYPES[layout.momentum] << 2 | (row["master"] != 0) << 4
+        # Of addresses, the bits that are 0 where four elements can be read at once.
+        self._p_quad, self._m_quad = (
+            np.array([4 * item_size(dtype) - 1 for dtype in dtypes], "u8")
+            for dtypes in ([x.dtype for x in layouts], [x.momentum for x in layouts])
+        )
         self._shares = table.shares([-(-layout.size // table.CHUNK) for layout in layouts], like, device)
         self._blocks = len(self._shares.rows)
         self._uploaded = False
@@ -130,7 +172,7 @@ class CudaUpdate:
             self._last = _NOTHING  # known again once the upload is under way
             rows = self._table.rows
             rows["p"], rows["m"], rows["hyper"] = p, m, which
-            rows["vector"] = (rows["p"] | rows["m"]) & 15 == 0
+            rows["vector"] = (rows["p"] & self._p_quad | rows["m"] & self._m_quad | rows["master"] & 15) == 0
             self._table.upload(stream)
             self._last = (p, m, which)
         if not self._uploads_gradients:
@@ -161,8 +203,23 @@ class CudaUpdate:
         self._launch(self._arguments, self._blocks, stream, then)
 
 
+class Verdict(NamedTuple):
+    """Addresses of what a loss scaler has found, where the host does not wait for it.
+
+    Attributes:
+        found_inf: float32, not 0 if a gradient is inf or NaN: the step does not happen then.
+        scale: float32, of the gradients; 0 if they are unscaled already.
+        skipped: int64, counts the steps that do not happen.
+    """
+
+    found_inf: int = 0
+    scale: int = 0
+    skipped: int = 0
+
+
 class CudaSchedule:
-    """Counters and scalars of a `CudaUpdate` that live on the device, for CUDA graphs: a small launch ahead of it."""
+    """Counters and scalars of a `CudaUpdate` that live on the device, for CUDA graphs and loss scalers: a small launch
+    ahead of it."""
 
     def __init__(self, groups: Sequence[int], steps: int, like: Any, device: int) -> None:
         """`groups`: of each parameter; `steps`: address of as many int64 counters."""
@@ -190,7 +247,7 @@ class CudaSchedule:
         self._rates.upload(stream)
         self._uploaded = rates
 
-    def __call__(self, present: Sequence[bool], stream: int) -> None:
+    def __call__(self, present: Sequence[bool], stream: int, verdict: Verdict = Verdict()) -> None:  # noqa: B008
         """Count a step of each parameter that is `present`, and set its scalars, on `stream`."""
         if self._counted:  # for an update that never came
             self.take_back(stream)
@@ -199,11 +256,13 @@ class CudaSchedule:
         words = np.packbits(flags, bitorder="little").view("u8")
         for first in range(0, len(words), table.FLAGS):
             part = words[first : first + table.FLAGS]
-            self._count(first, part, 1, stream, partial(self._counted.__setitem__, first, part))
+            then = partial(self._counted.__setitem__, first, (part, verdict))
+            self._count(first, part, verdict, 1, stream, then)
 
-    def _count(self, first: int, part: Any, by: int, stream: int, then: Callable[[], object]) -> None:
+    def _count(self, first: int, part: Any, verdict: Verdict, by: int, stream: int, then: Callable[[], object]) -> None:
         values = self._arguments.values
         values["present"][: len(part)], values["first"], values["by"] = part, 64 * first, by
+        values["found_inf"], values["scale"], values["skipped"] = verdict
         self._launch(self._arguments, -(-64 * len(part) // BLOCK), stream, then)
 
     def updated(self) -> None:
@@ -212,19 +271,21 @@ class CudaSchedule:
 
     def take_back(self, stream: int) -> None:
         """Count back: the update that was counted could not be launched."""
-        for first, part in list(self._counted.items()):
-            self._count(first, part, -1, stream, partial(self._counted.pop, first, None))
+        for first, (part, verdict) in list(self._counted.items()):
+            self._count(first, part, verdict, -1, stream, partial(self._counted.pop, first, None))
 
 
-def rate(hyper: Hyper, grad_scale: float = 1.0, lr_at: int = 0) -> tuple[float, ...]:
-    """A `Hyper` as the schedule takes it. `lr_at`: address of a float32 `lr` on the device, or 0."""
+def rate(hyper: Hyper, grad_scale: float = 1.0, lr_at: int = 0, begin: int = 0) -> tuple[float, ...]:
+    """A `Hyper` as the schedule takes it. `lr_at`: address of a float32 `lr` on the device, or 0; `begin`: see
+    `scalars`."""
     decay = hyper.weight_decay
     l2, decoupled = (0.0, decay) if hyper.decoupled else (decay, 0.0)
-    return hyper.lr, hyper.beta, hyper.Lambda, l2, decoupled, hyper.scale(grad_scale), lr_at
+    return hyper.lr, hyper.beta, hyper.Lambda, l2, decoupled, hyper.scale(grad_scale), lr_at, begin
 
 
-def scalars(hyper: Hyper, step: int, grad_scale: float = 1.0) -> tuple[float, ...]:
-    """What the kernel needs of the hyperparameters at a parameter's `step`, computed in float64."""
+def scalars(hyper: Hyper, step: int, grad_scale: float = 1.0, begin: int = 0) -> tuple[float, ...]:
+    """What the kernel needs of the hyperparameters at a parameter's `step`, computed in float64. `begin`: of the random
+    numbers (see `rounding.start`), or 0."""
     return (
         hyper.lr / (1.0 - hyper.beta**step),
         hyper.lr * hyper.weight_decay if hyper.decoupled else 0.0,
@@ -233,5 +294,5 @@ def scalars(hyper: Hyper, step: int, grad_scale: float = 1.0) -> tuple[float, ..
         1.0 - hyper.beta,
         hyper.Lambda,
         1.0 / hyper.scale(grad_scale),
-        0,
+        step_noise(begin, step) if begin else 0,
     )

@@ -6,9 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from array_api_compat import array_namespace
-
-from .arrays import View, beside, current_stream, known, place, view
+from .arrays import View, beside, current_stream, known, view
 from .backend import choose
 from .curvature import Curvature, look
 from .errors import CafinError, CafinTypeError, refuse
@@ -18,21 +16,22 @@ from .layers import Layer
 from .memory import moved, refuse_overlap
 from .nonfinite import raw_moments, refuse_nonfinite
 from .parts import parts, rates
+from .precision import Precision, checked_seed, sort_of, zeros_like
+from .rounding import Noise, step_noise, widened
 from .rule import DEFAULT_GAMMA, Averaging, Hyper, at_least, flag, whole
 from .spread import SpreadFactors
+from .state import take_over
 from .streams import joined
 from .summary import Summary, summarise
 from .trees import leaves, structure
 from .update import (
-    FLOATS,
     CudaUpdate,
     ReferenceUpdate,
-    check_momenta,
-    gather,
     layout,
     like_params,
     matching,
     named_views,
+    same_order,
     scalars,
     writable,
 )
@@ -80,8 +79,8 @@ class AdaFisher:
     launch on the current stream, three on a sampled step.
 
     Args:
-        params: arrays, or nested lists, tuples and mappings of arrays, on one device; on the CUDA backend float32,
-            contiguous or channels_last.
+        params: arrays, or nested lists, tuples and mappings of arrays, on one device; on the CUDA backend each is
+            float32, bfloat16 or float16, contiguous or channels_last.
         layers: descriptors holding some of the same arrays.
         lr: learning rate, >= 0. May be changed between steps, as may the other scalars.
         beta: decay of the momentum, in [0, 1).
@@ -94,10 +93,19 @@ class AdaFisher:
         backend: "cuda", "reference", or None to choose.
         error_if_nonfinite: `step` looks at the gradients first, and on a sampled step at the layers' raw moments, and
             raises a `NonFiniteError` if one is inf or NaN. It waits for the device then. May be changed between steps.
+        momentum_dtype: of the momenta: None for float32 (float64 for float64 parameters), or "bfloat16", "float16" to
+            save memory; a parameter of 16 bits takes float32 or its own.
+        master_weights: parameters of 16 bits are rounded copies of float32 weights that the optimizer keeps and
+            updates. What the script writes into a parameter counts: where it is not the copy any more, its master
+            follows it.
+        stochastic_rounding: parameters of 16 bits are rounded up or down at random, so that the mean of many roundings
+            is the number itself; to the nearest otherwise. Without masters.
+        seed: of these random numbers; one seed gives the same bits on every run, and on a resumed one.
 
     Attributes:
         steps: completed steps.
         momenta: one array per parameter, in order.
+        masters: one array per parameter, in order; None for those without.
         backend: "cuda" or "reference".
 
     Raises:
@@ -119,8 +127,14 @@ class AdaFisher:
         averaging: str | Averaging = "parity",
         backend: str | None = None,
         error_if_nonfinite: bool = False,
+        momentum_dtype: Any = None,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
     ) -> None:
         where = "AdaFisher"
+        self._precision = Precision.checked(where, momentum_dtype, master_weights, stochastic_rounding, seed)
+        self._seed = checked_seed(where, "seed", seed)
         self.error_if_nonfinite = flag(where, "error_if_nonfinite", error_if_nonfinite)
         self.lr, self.beta, self.Lambda, self.weight_decay, self.decoupled = lr, beta, Lambda, weight_decay, decoupled
         self._hyper(where)
@@ -134,16 +148,24 @@ class AdaFisher:
         self._p = [view(array, where, name) for name, array in self._named]
         for (name, _), v in zip(self._named, self._p):
             writable(where, name, v)
-            if v.device != self._p[0].device or v.dtype != self._p[0].dtype:
-                rule = f"be {self._p[0].dtype} on {self._p[0].device} as the first parameter"
+            if v.device != self._p[0].device or sort_of(v.dtype) != sort_of(self._p[0].dtype):
+                rule = f"be {sort_of(self._p[0].dtype)} on {self._p[0].device} as the first parameter"
                 refuse(where, name, rule, f"{v.dtype} on {v.device}", "use one optimizer for each")
         refuse_overlap(where, [(name, v) for (name, _), v in zip(self._named, self._p)])
         self._layers = self._checked_layers(layers)
         self.backend = choose(backend, self._p[0].device, {v.dtype for v in self._p}, where)
         self._arrays = [known(array, where, name) for name, array in self._named]
-        self.momenta = [array_namespace(a).zeros_like(a) for a in self._arrays]
+        self.momenta = [
+            zeros_like(where, array, self._precision.momentum_of(where, name, v.dtype))
+            for (name, _), v, array in zip(self._named, self._p, self._arrays)
+        ]
+        self.masters = [
+            widened(array) if self._precision.has_master(v.dtype) else None for v, array in zip(self._p, self._arrays)
+        ]
         self._m = [view(m) for m in self.momenta]
-        self._written = [(name, v) for (name, _), v in zip(self._named, self._p)] + named_views("momenta", self._m)
+        self._w = [None if w is None else view(w) for w in self.masters]
+        self._written = [(name, v) for (name, _), v in zip(self._named, self._p)]
+        self._written += named_views("momenta", self._m) + named_views("masters", self._w)
         self._factors = make_factors(self._layers, self.averaging, self.backend, {self._p[0].device})
         self._places = {id(layer): index for index, layer in enumerate(self._layers)}
         belongs = owners(self._layers)
@@ -185,11 +207,14 @@ class AdaFisher:
     def _launcher(self, where: str) -> CudaUpdate:
         pairs = [pair and (view(pair[0]), view(pair[1])) for pair in self._pairs]
         layouts = [
-            layout(where, n, v, pair[0].size if pair else 0) for (n, _), v, pair in zip(self._named, self._p, pairs)
+            layout(where, n, v, pair[0].size if pair else 0, m.dtype)
+            for (n, _), v, pair, m in zip(self._named, self._p, pairs, self._m)
         ]
-        check_momenta(where, self._p, self._m)
+        same_order(where, self._p, "momenta", self._m)
+        same_order(where, self._p, "masters", self._w)
         pointers = [(pair[0].ptr, pair[1].ptr) if pair else (0, 0) for pair in pairs]
-        return CudaUpdate(layouts, pointers, self._arrays[0], int(self._p[0].device))
+        masters = [v.ptr if v else 0 for v in self._w] if any(self._w) else []
+        return CudaUpdate(layouts, pointers, self._arrays[0], int(self._p[0].device), masters)
 
     def _hyper(self, where: str) -> Hyper:
         return Hyper.checked(where, self.lr, self.beta, self.Lambda, self.weight_decay, self.decoupled)
@@ -268,8 +293,11 @@ class AdaFisher:
             with uninterrupted():
                 if refresh is not None:
                     refresh()
-                for key, (p, grad, m, pair) in enumerate(zip(self._arrays, near, self.momenta, self._pairs)):
-                    self._reference(key, p, grad, m, pair, hyper, t, scale)
+                number = step_noise(self._precision.begin, t)
+                every = zip(self._arrays, near, self.momenta, self._pairs, self.masters)
+                for key, (p, grad, m, pair, w) in enumerate(every):
+                    noise = Noise(number, key) if number else None
+                    self._reference(key, p, grad, m, pair, hyper, t, scale, w, noise)
                 self._count(t)
         else:
             device = int(self._p[0].device)
@@ -278,7 +306,7 @@ class AdaFisher:
                 held = [matching(a, b) for a, b in zip(g, self._p)]
                 self._check_finite(where, g, scale)
                 refresh = self._ready(scale)
-                sets, which = gather([scalars(hyper, t, scale)] * len(held))
+                sets, which = [scalars(hyper, t, scale, self._precision.begin)], [0] * len(held)
                 at = [[v.ptr for v in views] for views in (self._p, held, self._m)]
                 self._launch(at[0], at[1], at[2], sets, which, stream, refresh, partial(self._count, t))
 
@@ -303,10 +331,11 @@ class AdaFisher:
             if moved(array, v):
                 rule, mend = "keep its memory, shape and type", "write into it in place, or make a new optimizer"
                 refuse(where, name, rule, "others since construction", mend)
-        for index, (m, v) in enumerate(zip(self.momenta, self._m)):
-            if m is not v.owner or moved(m, v):
-                mend = "write into it in place, or use load_state_dict"
-                refuse(where, f"momenta[{index}]", "stay the array that it was", "another one", mend)
+        for path, arrays, views in (("momenta", self.momenta, self._m), ("masters", self.masters, self._w)):
+            for index, (array, kept) in enumerate(zip(arrays, views)):
+                if kept is not None and (array is not kept.owner or moved(array, kept)):
+                    mend = "write into it in place, or use load_state_dict"
+                    refuse(where, f"{path}[{index}]", "stay the array that it was", "another one", mend)
 
     def factors(self) -> dict[str, tuple[Any, Any]]:
         """{layer name (its place where it has none): (H, S)}: the moving averages themselves, not copies."""
@@ -333,13 +362,19 @@ class AdaFisher:
         return look(parts(self), self._factors, rates(self, "curvature"))
 
     def state_dict(self) -> dict[str, Any]:
-        """`steps`, `momenta`, and `H`, `S` in the order of `layers`: the arrays themselves, not copies."""
-        return {
+        """`steps`, `momenta`, and `H`, `S` in the order of `layers`: the arrays themselves, not copies. With master
+        weights also `masters`, with stochastic rounding `seed`."""
+        state = {
             "steps": self.steps,
             "momenta": list(self.momenta),
             "H": list(self._factors.H),
             "S": list(self._factors.S),
         }
+        if self._precision.masters:
+            state["masters"] = list(self.masters)
+        if self._precision.begin:
+            state["seed"] = self._seed
+        return state
 
     def __getstate__(self) -> dict[str, Any]:
         if self._factors.pending:
@@ -349,6 +384,8 @@ class AdaFisher:
             )
         names = ("lr", "beta", "Lambda", "TCov", "weight_decay", "decoupled", "averaging", "error_if_nonfinite")
         options = {name: getattr(self, name) for name in names}
+        options["momentum_dtype"], options["master_weights"] = self._precision.momentum, self._precision.masters
+        options["stochastic_rounding"], options["seed"] = self._precision.begin > 0, self._seed
         return {
             "params": self._params,
             "layers": self._layers,
@@ -363,47 +400,11 @@ class AdaFisher:
         self._factors.count_from(copied["skipped"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copy a `state_dict` into this optimizer's arrays. `state` is not changed; `skipped_refreshes` starts at 0.
+        """Copy a `state_dict` into this optimizer's arrays, whose dtypes stay. `state` is not changed;
+        `skipped_refreshes` starts at 0. Masters that it lacks start from the parameters, and a seed goes on.
 
         Raises:
             CafinError: it does not fit, and the message names the first key that does not; nothing has been changed
                 then.
         """
-        where, mend = "load_state_dict", "it must come from AdaFisher's state_dict()"
-        mine = self.state_dict()
-        if not isinstance(state, Mapping):
-            refuse(where, "state", "be a mapping", type(state).__name__, mend, CafinTypeError)
-        for key in mine:
-            if key not in state:
-                refuse(where, "state", f"have the key {key!r}", sorted(map(str, state)), mend)
-        steps = whole(where, "state['steps']", state["steps"], 0)
-        copies = {key: self._fitting(where, key, state[key], mine[key]) for key in ("momenta", "H", "S")}
-        for target, given in zip(self.momenta, copies["momenta"]):
-            target[...] = given
-        for index, pair in enumerate(zip(copies["H"], copies["S"])):
-            self._factors.load(index, *pair)
-        self._factors.count_from(None)
-        self._factors.discard()
-        self._count(steps)
-
-    def _fitting(self, where: str, key: str, given: Any, targets: list[Any]) -> list[Any]:
-        """`given` as arrays of the kind of `targets`, or a `CafinError`."""
-        if not isinstance(given, (list, tuple)):
-            rule = f"be a list of {len(targets)} arrays"
-            refuse(where, f"state[{key!r}]", rule, type(given).__name__, kind=CafinTypeError)
-        fitting = []
-        for index, (array, target) in enumerate(zip(given, targets)):
-            name = f"state[{key!r}][{index}]"
-            v = view(array, where, name)
-            if v.shape != tuple(target.shape) or v.device != self._p[0].device:
-                rule = f"have shape {tuple(target.shape)} on {place(self._p[0].device)}"
-                refuse(where, name, rule, f"{v.shape} on {place(v.device)}")
-            if v.dtype not in FLOATS:
-                refuse(where, name, f"be one of {', '.join(FLOATS)}", v.dtype, kind=CafinTypeError)
-            fitting.append(beside(array, target, where, name))
-            xp = array_namespace(fitting[-1])
-            if key != "momenta" and not bool(xp.all(xp.isfinite(fitting[-1]) & (fitting[-1] >= 0))):
-                refuse(where, name, "hold finite numbers >= 0", "others", "the run that saved it had diverged")
-        if len(given) != len(targets):
-            refuse(where, f"state[{key!r}]", f"hold {len(targets)} arrays", len(given))
-        return fitting
+        take_over(self, state)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .layers import Layer
+from .precision import Precision
 from .rule import Hyper
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class Part:
         index: place of its factors, where there is a layer.
         role: "weight" or "bias" of the layer.
         note: why its F is 1, or that it is not updated; "" where neither holds.
+        precision: what decides the dtype of a momentum that there is not yet, and whether it has a master.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Part:
     index: int
     role: str
     note: str
+    precision: Precision
 
 
 class Rate(NamedTuple):
@@ -68,7 +71,7 @@ def parts(optimizer: AdaFisher) -> list[Part]:
         index, role = place or (-1, "")
         layer = optimizer._layers[index] if place else None
         note = "" if place else "F = 1: no layer of `layers` holds it"
-        found.append(Part(name, array, momentum, True, layer, index, role, note))
+        found.append(Part(name, array, momentum, True, layer, index, role, note, optimizer._precision))
     return found
 
 

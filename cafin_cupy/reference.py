@@ -27,6 +27,7 @@ from .arrays import where_is
 from .checks import check_layer, check_pair, check_update
 from .errors import CafinTypeError, refuse
 from .layers import Columns, Layer, Patches
+from .rounding import Noise, noise_like, rounded, widened
 from .rule import Averaging, Hyper, at_least, whole
 
 PIECE = 2**18  # elements: with what is computed from them they fit a CPU's cache, and still feed several threads
@@ -173,8 +174,10 @@ def update(
     weight_decay: float = 0.0,
     decoupled: bool = False,
     step: int = 1,
-) -> tuple[Any, Any]:
-    """One update of one parameter: new parameter and new momentum.
+    master: Any = None,
+    noise: Noise | None = None,
+) -> tuple[Any, ...]:
+    """One update of one parameter: new parameter and new momentum, and new master where there is one.
 
         AdaFisher:   g <- g + wd p;  m <- beta m + (1 - beta) g;  p <- p - lr / (1 - beta^step) m / F
         AdaFisherW:                  m <- beta m + (1 - beta) g;  p <- p - lr (m / (1 - beta^step) / F + wd p)
@@ -182,80 +185,128 @@ def update(
     inf and NaN go through element by element. A `beta`, `wd` or, in AdaFisherW, `lr wd` of 0 leaves its term out, as in
     torch.optim: 0 times inf would be NaN. An `lr` of 0 does not keep a momentum that is inf or NaN from the parameter.
 
+    Numbers of 16 bits are computed with in float32. Momentum is rounded to the nearest, ties to even; so is the
+    parameter without `noise`.
+
     Args:
-        p, g, m: parameter, gradient and momentum of one shape.
+        p, g, m: parameter, gradient and momentum of one shape. The momentum of a parameter of 16 bits may be float32,
+            and that of a float32 one of 16 bits.
         H, S: factors with `len(S) * len(H) == p.size`; both None means F = 1.
         decoupled: False for AdaFisher, True for AdaFisherW.
         step: 1-based count of this parameter's updates.
+        master: float32 weights that a parameter of 16 bits is a rounded copy of: they are what is updated. Where the
+            parameter is another number than that copy, it has been written by somebody, and counts.
+        noise: a parameter of 16 bits is rounded at random, by these numbers; with a master it is not.
 
     Raises:
         CafinError: an argument is refused.
     """
     hyper = Hyper.checked("update", lr, beta, Lambda, weight_decay, decoupled)
     step = whole("update", "step", step, 1)
-    check_update(p, g, m, H, S)
-    _check_shapes(p, g, m, H, S)
+    check_update(p, g, m, H, S, master)
+    _check_shapes(p, g, m, H, S, master)
     if _fused(p, g, m):
         new_p, new_m = p.clone(), m.clone()
         _advance_fused(new_p, g, new_m, H, S, hyper, step)
         return new_p, new_m
-    return _advanced(p, g, m, H, S, hyper, step)
+    return _advanced(p, g, m, H, S, hyper, step, master, _noise_of(p, master, noise))
 
 
-def update_in_place(p: Any, g: Any, m: Any, H: Any, S: Any, hyper: Hyper, step: int, grad_scale: float = 1.0) -> None:
-    """`update` written into `p` and `m` themselves, bit for bit; `g` is divided by `grad_scale` first.
+def update_in_place(
+    p: Any,
+    g: Any,
+    m: Any,
+    H: Any,
+    S: Any,
+    hyper: Hyper,
+    step: int,
+    grad_scale: float = 1.0,
+    master: Any = None,
+    noise: Noise | None = None,
+) -> None:
+    """`update` written into `p`, `m` and `master` themselves, bit for bit; `g` is divided by `grad_scale` first.
 
     Raises:
         CafinError: the shapes do not fit; nothing has been changed then.
     """
-    for _ in updates_in_place(p, g, m, H, S, hyper, step, grad_scale):
+    for _ in updates_in_place(p, g, m, H, S, hyper, step, grad_scale, master, noise):
         pass
 
 
 def updates_in_place(
-    p: Any, g: Any, m: Any, H: Any, S: Any, hyper: Hyper, step: int, grad_scale: float = 1.0, done: int = 0
+    p: Any,
+    g: Any,
+    m: Any,
+    H: Any,
+    S: Any,
+    hyper: Hyper,
+    step: int,
+    grad_scale: float = 1.0,
+    master: Any = None,
+    noise: Noise | None = None,
+    done: int = 0,
 ) -> Iterator[None]:
     """`update_in_place`, piece by piece but for the first `done` pieces: stops after each.
 
     A large parameter on a CPU is updated in pieces: what is computed on the way stays in the cache, instead of going
     out to memory and back with every operation. All memory that a piece needs is taken before it is changed.
     """
-    _check_shapes(p, g, m, H, S)
+    _check_shapes(p, g, m, H, S, master)
     grad_scale = hyper.scale(grad_scale)
     by_rows = S is None or tuple(S.shape) == tuple(p.shape[:1])
     for piece in (_pieces(p) if by_rows else [...])[done:]:
-        slope = g[piece] if grad_scale == 1.0 else g[piece] / grad_scale
+        slope = g[piece] if grad_scale == 1.0 else widened(g[piece]) / grad_scale
         part, momentum = p[piece], m[piece]
         factors = H, None if S is None else S[piece]
         if _fused(part, slope, momentum):
             _advance_fused(part, slope, momentum, *factors, hyper, step)
         else:
-            part[...], momentum[...] = _advanced(part, slope, momentum, *factors, hyper, step)
+            weights = None if master is None else master[piece]
+            first = 0 if piece is ... else piece.start * (math.prod(p.shape) // p.shape[0])
+            bits = _noise_of(part, master, noise, first)
+            new = _advanced(part, slope, momentum, *factors, hyper, step, weights, bits)
+            for mine, given in zip((part, momentum, weights), new):
+                mine[...] = given
         yield
 
 
-def _check_shapes(p: Any, g: Any, m: Any, H: Any, S: Any) -> None:
+def _check_shapes(p: Any, g: Any, m: Any, H: Any, S: Any, master: Any) -> None:
     shape = tuple(p.shape)
     if tuple(g.shape) != shape or tuple(m.shape) != shape:
         refuse("update", "g, m", f"have the parameter's shape {shape}", f"{tuple(g.shape)} and {tuple(m.shape)}")
     if (H is None) != (S is None) or (H is not None and H.shape[0] * S.shape[0] != math.prod(shape)):
         got = "one of them alone" if H is None or S is None else f"{S.shape[0]} * {H.shape[0]}"
         refuse("update", "H, S", f"both be None, or have len(S) * len(H) == {math.prod(shape)}", got)
+    if master is not None and tuple(master.shape) != shape:
+        refuse("update", "master", f"have the parameter's shape {shape}", tuple(master.shape))
 
 
-def _advanced(p: Any, g: Any, m: Any, H: Any, S: Any, hyper: Hyper, step: int) -> tuple[Any, Any]:
+def _noise_of(p: Any, master: Any, noise: Noise | None, first: int = 0) -> Any:
+    """The random bits of a parameter's piece that begins with element `first`; None where none are needed."""
+    return None if noise is None or master is not None or p.dtype.itemsize != 2 else noise_like(p, noise, first)
+
+
+def _advanced(
+    p: Any, g: Any, m: Any, H: Any, S: Any, hyper: Hyper, step: int, master: Any = None, noise: Any = None
+) -> tuple[Any, ...]:
     """The formulas of `update`."""
-    xp = array_namespace(p)
+    x, momentum = widened(p), widened(m)
+    xp = array_namespace(x)
+    if master is not None:
+        x = xp.where(x == widened(rounded(master, p.dtype)), master, x)
+    g = widened(g)
     if hyper.l2:
-        g = g + hyper.l2 * p
-    g = (1.0 - hyper.beta) * xp.astype(g, m.dtype, copy=False)
-    m = hyper.beta * m + g if hyper.beta else g
-    direction = (hyper.lr / (1.0 - hyper.beta**step)) * m
+        g = g + hyper.l2 * x
+    g = (1.0 - hyper.beta) * xp.astype(g, momentum.dtype, copy=False)
+    momentum = hyper.beta * momentum + g if hyper.beta else g
+    direction = (hyper.lr / (1.0 - hyper.beta**step)) * momentum
     if H is not None:
         direction = direction / xp.reshape(preconditioner(H, S, hyper.Lambda), tuple(p.shape))
     if hyper.decay:
-        direction = direction + hyper.decay * p
-    return xp.asarray(xp.astype(p - direction, p.dtype, copy=False)), xp.asarray(m)  # not NumPy's scalars
+        direction = direction + hyper.decay * x
+    x = x - direction
+    new = rounded(x, p.dtype, noise), rounded(momentum, m.dtype), *(() if master is None else (x,))
+    return tuple(map(xp.asarray, new))  # not NumPy's scalars
 
 
 def _fused(p: Any, g: Any, m: Any) -> bool:

@@ -31,7 +31,14 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "fold": ("fold",),
     "average": ("average",),
     "update": ("update", "schedule"),
+    "update_mixed": (
+        "update_mixed",
+        *("update_float32_bfloat16", "update_float32_float16"),
+        *(f"update_bfloat16_{m}{master}" for m in ("float32", "bfloat16") for master in ("", "_master")),
+        *(f"update_float16_{m}{master}" for m in ("float32", "float16") for master in ("", "_master")),
+    ),
 }
+ON_DEMAND = {"update_mixed"}  # few models need it
 DTYPES = {"float32": ("float", "float")}  # element type T, arithmetic type A
 
 _INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
@@ -49,11 +56,12 @@ def source(stem: str) -> str:
     """The CUDA C of `kernels/<stem>.cu` with its local includes pasted in."""
     file = f"{stem}.cu"
     text = _read(file)
-    for include in _INCLUDE.finditer(text):
+
+    def pasted(include: re.Match[str]) -> str:
         line = text.count("\n", 0, include.start()) + 2
-        pasted = f'#line 1 "kernels/{include[1]}"\n{_read(include[1])}\n#line {line} "kernels/{file}"'
-        text = text.replace(include[0], pasted)
-    return f'#line 1 "kernels/{file}"\n{text}'
+        return f'#line 1 "kernels/{include[1]}"\n{_read(include[1])}\n#line {line} "kernels/{file}"'
+
+    return f'#line 1 "kernels/{file}"\n{_INCLUDE.sub(pasted, text)}'
 
 
 def options(dtype: str = "float32") -> tuple[str, ...]:
@@ -137,20 +145,24 @@ def function(stem: str, name: str, device: int, dtype: str = "float32") -> Any:
     return _functions[key]
 
 
-def prepare(device: int, dtype: str = "float32") -> None:
-    """Compile every kernel for a device, so that a failure shows before anything has changed. The compiler runs without
-    Python's lock, so the sources are compiled side by side.
+def prepare(device: int, dtype: str = "float32", mixed: bool = False) -> None:
+    """Compile the kernels that every model needs for a device, so that a failure shows before anything has changed. The
+    compiler runs without Python's lock, so the sources are compiled side by side.
+
+    Args:
+        mixed: `update_mixed` as well.
 
     Raises:
         BackendError: one does not compile or load there, or this process must not use CUDA.
     """
     forks.refuse_child("prepare")
-    wanted = [(stem, name) for stem, names in KERNELS.items() for name in names]
+    stems = [stem for stem in KERNELS if mixed or stem not in ON_DEMAND]
+    wanted = [(stem, name) for stem in stems for name in KERNELS[stem]]
     if all((stem, name, device, dtype) in _functions for stem, name in wanted):
         return
     forks.watch()
-    with ThreadPoolExecutor(len(KERNELS)) as threads:
-        for done in [threads.submit(function, stem, names[0], device, dtype) for stem, names in KERNELS.items()]:
+    with ThreadPoolExecutor(len(stems)) as threads:
+        for done in [threads.submit(function, stem, KERNELS[stem][0], device, dtype) for stem in stems]:
             done.result()
     for stem, name in wanted:
         function(stem, name, device, dtype)

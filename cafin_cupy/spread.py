@@ -94,13 +94,25 @@ class SpreadUpdate:
         factors: Sequence[tuple[int, int]],
         likes: Sequence[Any],
         devices: Sequence[int],
+        masters: Sequence[int] = (),
+        keys: Sequence[int] = (),
     ) -> None:
-        """Of each parameter: layout, addresses of (H, S), an array of its framework on its device, and that device."""
+        """Of each parameter: layout, addresses of (H, S), an array of its framework on its device, and that device;
+        masters and keys as for `CudaUpdate`."""
+        keys = keys or range(len(layouts))
         self._shares = []
         for device in sorted(set(devices)):
             places = [k for k, d in enumerate(devices) if d == device]
             like = likes[places[0]]
-            update = CudaUpdate([layouts[k] for k in places], [factors[k] for k in places], like, device)
+            masters_here = [masters[k] for k in places] if masters else []
+            update = CudaUpdate(
+                [layouts[k] for k in places],
+                [factors[k] for k in places],
+                like,
+                device,
+                masters_here,
+                [keys[k] for k in places],
+            )
             self._shares.append((places, update, like, device))
         self._launched: set[int] = set()  # devices that are ahead of the others, as a launch on one has failed
 

@@ -34,6 +34,7 @@ class Row:
         factors: bytes of the layer's factors, in the row of the layer's first parameter. Where the rule normalises
             after averaging, averages and normalised factors are two.
         note: why F is 1, or that it is not updated; else "".
+        master: bytes of its master weights.
     """
 
     name: str
@@ -45,18 +46,19 @@ class Row:
     momentum: int
     factors: int
     note: str
+    master: int = 0
 
     @property
     def state(self) -> int:
-        """Bytes of momentum and factors."""
-        return self.momentum + self.factors
+        """Bytes of momentum, master and factors."""
+        return self.momentum + self.master + self.factors
 
 
 @dataclass(frozen=True)
 class Summary:
     """All parameters of an optimizer. `str` is the table of `table()`.
 
-    The bytes are those of momentum and factors, not of the sums that a sampled step adds up until it ends.
+    The bytes are those of momenta, masters and factors, not of the sums that a sampled step adds up until it ends.
 
     Attributes:
         title: the optimizer, its backend and its rule.
@@ -82,9 +84,14 @@ class Summary:
         return sum(row.factors for row in self.rows)
 
     @property
+    def masters(self) -> int:
+        """Bytes of all master weights."""
+        return sum(row.master for row in self.rows)
+
+    @property
     def state(self) -> int:
-        """Bytes of both."""
-        return self.momentum + self.factors
+        """Bytes of all of them."""
+        return self.momentum + self.masters + self.factors
 
     @property
     def without_factors(self) -> tuple[Row, ...]:
@@ -104,6 +111,8 @@ class Summary:
         total = ("total", f"x{len(self.rows)}", "", "", "", "", f"{whole:,}", percent(whole, whole))
         lines.append((*total, size(self.momentum), size(self.factors), ""))
         text = [self.title, *aligned(lines, ALIGN)]
+        if self.masters:
+            text.append(f"master weights: {size(self.masters)}")
         bare = self.without_factors
         if bare:
             count = sum(row.parameters for row in bare)
@@ -134,6 +143,7 @@ def summarise(title: str, parts: Sequence[Part], averaging: Averaging) -> Summar
                 _momentum_bytes(part),
                 factor_bytes(layer, averaging) if layer is not None and first else 0,
                 part.note,
+                _master_bytes(part),
             )
         )
     return Summary(title, tuple(rows))
@@ -146,8 +156,17 @@ def factor_bytes(layer: Layer, averaging: Averaging) -> int:
 
 
 def _momentum_bytes(part: Part) -> int:
-    kept = part.momentum if part.momentum is not None else part.array if part.trains else None
-    return 0 if kept is None else math.prod(kept.shape) * item_size(_dtype(kept))
+    if part.momentum is not None:
+        dtype = _dtype(part.momentum)
+    elif part.trains:
+        dtype = part.precision.momentum_of("summary", part.name, _dtype(part.array))
+    else:
+        return 0
+    return math.prod(part.array.shape) * item_size(dtype)
+
+
+def _master_bytes(part: Part) -> int:
+    return 4 * math.prod(part.array.shape) if part.trains and part.precision.has_master(_dtype(part.array)) else 0
 
 
 def _dtype(array: Any) -> str:

@@ -60,16 +60,19 @@ AverageJob = _struct(H=Vector, S=Vector, skipped=_PTR, norm=_INT, counted=_INT)
 Average = _struct(jobs=_PTR, keep="f8", add="f8", after=_INT, unused=_INT)
 
 Parameter = _struct(
-    **_fields(_PTR, "p m H S"), **_fields(_LONG, "size columns"), **_fields(_INT, "channels taps hyper vector")
+    **_fields(_PTR, "p m master H S"),
+    **_fields(_LONG, "size columns"),
+    **_fields(_INT, "channels taps hyper vector kind key"),
 )
-Hyper = _struct(**_fields(_REAL, "step_size decay l2 beta rest Lambda grad_scale"), unused=_INT)
-HYPER = struct.Struct("7fi")  # packs a Hyper faster than NumPy does
+Hyper = _struct(**_fields(_REAL, "step_size decay l2 beta rest Lambda grad_scale"), noise="u4")
+HYPER = struct.Struct("7fI")  # packs a Hyper faster than NumPy does
 Share = _struct(item=_INT, number=_INT)  # what a block works on: an item, and its place within it
-Rate = _struct(**_fields("f8", "lr beta Lambda l2 decay grad_scale"), lr_at=_PTR)
+Rate = _struct(**_fields("f8", "lr beta Lambda l2 decay grad_scale"), lr_at=_PTR, begin="u8")
 Schedule = np.dtype(
     [
         *_fields(_PTR, "rates groups steps hypers").items(),
         *_fields(_LONG, "first count by").items(),
+        *_fields(_PTR, "found_inf scale skipped").items(),
         ("present", "u8", FLAGS),
     ],
     align=True,

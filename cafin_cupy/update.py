@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 from . import reference
@@ -25,6 +25,8 @@ from .errors import CafinTypeError, refuse
 from .interrupts import uninterrupted
 from .memory import refuse_overlap
 from .nonfinite import refuse_nonfinite
+from .precision import Precision, momenta_of
+from .rounding import SIXTEEN, Noise, step_noise
 from .rule import Hyper, flag, whole
 from .streams import joined, on_stream
 from .trees import leaves, leaves_like
@@ -62,11 +64,13 @@ class ReferenceUpdate:
         hyper: Hyper,
         step: int,
         grad_scale: float = 1.0,
+        master: Any = None,
+        noise: Noise | None = None,
     ) -> None:
         """`reference.update_in_place` of the parameter that is called `key`, or of what is left to do of it."""
         H, S = factors or (None, None)
         done = self._done.get(key, 0)
-        for _ in reference.updates_in_place(p, g, m, H, S, hyper, step, grad_scale, done):
+        for _ in reference.updates_in_place(p, g, m, H, S, hyper, step, grad_scale, master, noise, done):
             done += 1
             self._done[key] = done
 
@@ -80,6 +84,7 @@ def fused_step(
     grads: Any,
     momenta: Any,
     factors: Any = None,
+    masters: Any = None,
     *,
     lr: float,
     beta: float = 0.9,
@@ -87,6 +92,8 @@ def fused_step(
     weight_decay: float = 0.0,
     decoupled: bool = False,
     step: int | Sequence[int] = 1,
+    stochastic_rounding: bool = False,
+    seed: int = 0,
     backend: str | None = None,
     stream: Any = None,
     error_if_nonfinite: bool = False,
@@ -100,14 +107,23 @@ def fused_step(
 
     Args:
         params: arrays, or nested lists, tuples and mappings of arrays: anything with `__dlpack__` or
-            `__cuda_array_interface__`, all on one device. Changed in place. On the CUDA backend float32, contiguous or
-            channels_last; on the reference backend any floating dtype and strides.
+            `__cuda_array_interface__`, all on one device. Changed in place. On the CUDA backend each is float32,
+            bfloat16 or float16, contiguous or channels_last; on the reference backend any floating dtype and strides.
         grads: same structure, shapes and dtypes. Strided gradients are copied first.
-        momenta: same structure, shapes and dtypes; on the CUDA backend with the parameters' strides. Changed in place.
+        momenta: same structure and shapes; on the CUDA backend with the parameters' strides. Changed in place. Each is
+            of its parameter's dtype, or float32 for one of 16 bits, or of 16 bits for a float32 one.
         factors: None, or the same structure with None or a pair (H, S) for each parameter, where
             `len(S) * len(H)` is the parameter's size: it is seen as a (S, H) matrix in row-major order.
+        masters: None, or the same structure with None or a float32 array for each parameter of 16 bits, of its shape
+            and strides: the weights that the parameter is a rounded copy of. They are updated in place, and then
+            rounded to the nearest. Where a parameter is another number than that copy, it has been written since, and
+            counts.
         lr, beta, Lambda, weight_decay, decoupled: see `Hyper`.
         step: 1-based number of the update, one for all or a list with one for each parameter.
+        stochastic_rounding: parameters of 16 bits without a master are rounded up or down at random, so that the mean
+            of many roundings is the number itself; to the nearest otherwise. Arithmetic is that of float32 either way.
+        seed: of these random numbers, which also depend on `step`, on the parameter's place in the list, and on the
+            element's in memory; the same ones give the same bits, on either backend.
         backend: "cuda", "reference", or None to choose.
         stream: CUDA stream or its address; the current stream of the framework that owns the first parameter if None.
         error_if_nonfinite: look at the gradients first; waits for the device.
@@ -127,12 +143,15 @@ def fused_step(
     for (name, _), v in zip(named, p):
         writable(where, name, v)
     g = like_params(where, p, params, grads, "grads")
-    m = like_params(where, p, params, momenta, "momenta")
+    m = like_params(where, p, params, momenta, "momenta", momenta_of)
+    w = _masters_like(where, p, params, masters)
+    begin = Precision.checked(where, None, False, stochastic_rounding, seed).begin
     pairs = _factors_like(where, p, params, factors)
     steps = _steps(where, step, len(p))
-    for name, v in named_views("momenta", m):
+    written = named_views("momenta", m) + named_views("masters", w)
+    for name, v in written:
         writable(where, name, v)
-    mine = [(name, v) for (name, _), v in zip(named, p)] + named_views("momenta", m)
+    mine = [(name, v) for (name, _), v in zip(named, p)] + written
     read = [(f"factors[{k}].{letter}", f) for k, pair in enumerate(pairs) if pair for letter, f in zip("HS", pair)]
     refuse_overlap(where, mine, named_views("grads", g) + read)
     looked_at = [(f"gradient of {name}", v.owner) for (name, _), v in zip(named, g)] if error_if_nonfinite else []
@@ -142,12 +161,14 @@ def fused_step(
         return
     if choose(backend, p[0].device, {v.dtype for v in p}, where) == "reference":
         calls = []
-        for a, b, c, pair, t in zip(p, g, m, pairs, steps):
+        for k, (a, b, c, d, pair, t) in enumerate(zip(p, g, m, w, pairs, steps)):
             target = known(a.owner, where, "params")
             grad = beside(b.owner, target, where, "grads")
             momentum = beside(c.owner, target, where, "momenta", written=True)
+            master = d and beside(d.owner, target, where, "masters", written=True)
             given = pair and tuple(beside(f.owner, target, where, "factors") for f in pair)
-            calls.append((target, grad, momentum, given, hyper, t))
+            noise = Noise(step_noise(begin, t), k) if begin else None
+            calls.append((target, grad, momentum, given, hyper, t, 1.0, master, noise))
         refuse_nonfinite(where, looked_at, SKIP)
         update = ReferenceUpdate()
         with uninterrupted():
@@ -158,26 +179,29 @@ def fused_step(
     assert isinstance(device, int)
     address = current_stream(p[0].owner, device, stream)
     columns = [pair[0].size if pair else 0 for pair in pairs]
-    layouts = [layout(where, name, v, n) for (name, _), v, n in zip(named, p, columns)]
-    check_momenta(where, p, m)
+    layouts = [layout(where, name, v, n, b.dtype) for (name, _), v, n, b in zip(named, p, columns, m)]
+    same_order(where, p, "momenta", m)
+    same_order(where, p, "masters", w)
     pointers = [(pair[0].ptr, pair[1].ptr) if pair else (0, 0) for pair in pairs]
-    sets, which = gather([scalars(hyper, t) for t in steps])
-    owners = [v.owner for v in (*p, *g, *m, *(f for pair in pairs if pair for f in pair))]
+    sets, which = gather([scalars(hyper, t, 1.0, begin) for t in steps])
+    owners = [v.owner for v in (*p, *g, *m, *filter(None, w), *(f for pair in pairs if pair for f in pair))]
     with on_stream(p[0].owner, device, stream), joined(owners, device, address), _one_call:
         held = [matching(a, b) for a, b in zip(g, p)]
-        launch = _launcher((tuple(layouts), tuple(pointers), device, address), p[0].owner)
+        at = tuple(v.ptr if v else 0 for v in w) if any(w) else ()
+        launch = _launcher((tuple(layouts), tuple(pointers), device, address, at), p[0].owner)
         refuse_nonfinite(where, looked_at, SKIP)
         launch([v.ptr for v in p], [v.ptr for v in held], [v.ptr for v in m], sets, which, address)
 
 
-_Call = tuple[tuple[Layout, ...], tuple[tuple[int, int], ...], int, int]  # layouts, factors, device, stream
+# Layouts, factors, device, stream, masters.
+_Call = tuple[tuple[Layout, ...], tuple[tuple[int, int], ...], int, int, tuple[int, ...]]
 _launchers: dict[_Call, CudaUpdate] = {}
 _one_call = threading.Lock()  # a remembered launcher has one table and one set of arguments
 
 
 def _launcher(call: _Call, like: Any) -> CudaUpdate:
     """The tables of recent calls: a training loop calls with the same arrays on the same stream again and again."""
-    launch = _launchers.pop(call, None) or CudaUpdate(call[0], call[1], like, call[2])
+    launch = _launchers.pop(call, None) or CudaUpdate(*call[:2], like, call[2], call[4])
     _launchers[call] = launch  # last in order
     if len(_launchers) > 8:
         del _launchers[next(iter(_launchers))]  # its memory was allocated on its own stream, and is freed in that order
@@ -189,30 +213,55 @@ def matching(v: View, like: View) -> View:
     return v if same_strides(v.shape, v.strides, like.strides) else view(copy_like(v.owner, like.owner))
 
 
-def like_params(where: str, p: list[View], params: Any, tree: Any, path: str) -> list[View]:
-    """Views of `tree`, checked to have the parameters' structure, shapes, device, and (gradients) dtype."""
+def like_params(
+    where: str,
+    p: list[View],
+    params: Any,
+    tree: Any,
+    path: str,
+    dtypes: Callable[[str], tuple[str, ...]] = lambda dtype: (dtype,),
+) -> list[View]:
+    """Views of `tree`, checked to have the parameters' structure, shapes and device, and the `dtypes` that go with
+    theirs."""
     found = []
     for (name, array), v in zip(leaves_like(params, tree, where, path), p):
         if array is None:
             refuse(
                 where, name, "be an array for each listed parameter", "None", "leave the parameter out, or pass zeros"
             )
-        a = view(array, where, name)
-        if a.shape != v.shape or a.device != p[0].device or v.device != p[0].device:
-            rule = f"have shape {v.shape} on {place(p[0].device)}"
-            refuse(where, name, rule, f"{a.shape} on {place(a.device)} (parameter on {place(v.device)})")
-        if a.dtype != v.dtype:
-            refuse(where, name, f"be {v.dtype} as its parameter", a.dtype, "convert it")
-        found.append(a)
+        if v.device != p[0].device:
+            refuse(where, name, f"belong to a parameter on {place(p[0].device)}", place(v.device))
+        found.append(_like(where, name, view(array, where, name), v, dtypes(v.dtype)))
     return found
 
 
-def check_momenta(where: str, p: list[View], m: list[View]) -> None:
-    """The kernel walks over both in one order."""
-    for (name, b), a in zip(named_views("momenta", m), p):
-        if not same_strides(a.shape, a.strides, b.strides):
+def _like(where: str, name: str, a: View, v: View, dtypes: Sequence[str]) -> View:
+    """`a`, checked to have the shape and device of `v`, and one of `dtypes`."""
+    if a.shape != v.shape or a.device != v.device:
+        refuse(where, name, f"have shape {v.shape} on {place(v.device)}", f"{a.shape} on {place(a.device)}")
+    if a.dtype not in dtypes:
+        refuse(where, name, f"be {' or '.join(dtypes)} for its {v.dtype} parameter", a.dtype, "convert it")
+    return a
+
+
+def _masters_like(where: str, p: list[View], params: Any, masters: Any) -> list[View | None]:
+    if masters is None:
+        return [None] * len(p)
+    found: list[View | None] = []
+    for (name, array), v in zip(leaves_like(params, masters, where, "masters"), p):
+        if array is not None and v.dtype not in SIXTEEN:
+            refuse(where, name, f"be None for a {v.dtype} parameter", "an array", "only 16 bits have a master")
+        found.append(None if array is None else _like(where, name, view(array, where, name), v, ("float32",)))
+    return found
+
+
+def same_order(where: str, p: list[View], path: str, views: Sequence[View | None]) -> None:
+    """Refuse momenta or masters that lie in memory otherwise than their parameters: the kernels walk over all in one
+    order."""
+    for index, (a, b) in enumerate(zip(p, views)):
+        if b is not None and not same_strides(a.shape, a.strides, b.strides):
             rule = f"have the parameter's strides {a.strides}"
-            refuse(where, name, rule, b.strides, "make it with zeros_like(parameter)")
+            refuse(where, f"{path}[{index}]", rule, b.strides, "make it with zeros_like(parameter)")
 
 
 def writable(where: str, name: str, v: View) -> None:
@@ -232,8 +281,8 @@ def writable(where: str, name: str, v: View) -> None:
         refuse(where, name, "have one element of memory for each entry", f"strides {v.strides}", "pass a copy")
 
 
-def named_views(path: str, views: list[View]) -> list[tuple[str, View]]:
-    return [(f"{path}[{index}]", v) for index, v in enumerate(views)]
+def named_views(path: str, views: Sequence[View | None]) -> list[tuple[str, View]]:
+    return [(f"{path}[{index}]", v) for index, v in enumerate(views) if v is not None]
 
 
 def _factors_like(where: str, p: list[View], params: Any, factors: Any) -> list[tuple[View, View] | None]:

@@ -24,6 +24,11 @@ __device__ inline float half_to_float(unsigned short bits) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
     return x;
 }
+__device__ inline unsigned short float_to_half(float x) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
 
 // Programmatic dependent launch: a kernel may start while the one before it in its stream still runs, and stays away
 // from memory until that one has ended. It hides the launch behind the tail of the kernel before.

@@ -19,7 +19,7 @@ FLOAT = {"float32"}
 def gpu_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a GPU were there and all kernels compiled."""
     monkeypatch.setattr(backend, "cuda_problem", lambda: None)
-    monkeypatch.setattr(backend, "prepare", lambda device: None)
+    monkeypatch.setattr(backend, "prepare", lambda device, mixed: None)
     monkeypatch.setattr(backend, "_warned", set())
     monkeypatch.setattr(backend, "_failed", {})
 
@@ -72,7 +72,7 @@ def test_what_the_kernels_cannot_take() -> None:
 @pytest.mark.parametrize("broken", ["cuda_problem", "prepare"])
 @pytest.mark.usefixtures("gpu_works")
 def test_a_missing_part_is_named_once(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> str:
+    def fail(*_: Any, **__: Any) -> str:
         if broken == "prepare":
             raise BackendError("no wheel; install it")
         return "no wheel; install it"
@@ -95,7 +95,7 @@ def test_a_set_up_that_failed_is_not_repeated(broken: str, monkeypatch: pytest.M
     tries: list[Any] = []
     broken_now = [True]
 
-    def attempt(*arguments: Any) -> str | None:
+    def attempt(*arguments: Any, **_: Any) -> str | None:
         tries.append(arguments)
         if broken_now and broken == "prepare":
             raise BackendError("no wheel; install it")
@@ -118,7 +118,7 @@ def test_a_set_up_that_failed_is_not_repeated(broken: str, monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("gpu_works")
 def test_one_device_that_fails_spoils_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepare(device: int) -> None:
+    def prepare(device: int, mixed: bool) -> None:
         if device == 1:
             raise BackendError("too old a device")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,14 +34,14 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> CudaUpdate:
     return made(monkeypatch, [Layout(6, 3, 0, 0), Layout(8, 0, 0, 0)])
 
 
-def made(monkeypatch: pytest.MonkeyPatch, layouts: list[Layout]) -> CudaUpdate:
+def made(monkeypatch: pytest.MonkeyPatch, layouts: list[Layout], masters: Sequence[int] = ()) -> CudaUpdate:
     """A launch of parameters that all have factors but the second."""
     monkeypatch.setattr(table, "DeviceTable", Table)
-    monkeypatch.setattr(cuda_update, "prepare", lambda device: None)
+    monkeypatch.setattr(cuda_update, "prepare", lambda device, mixed: None)
     monkeypatch.setattr(cuda_update, "Launch", lambda *_: lambda *_: None)
     monkeypatch.setattr(Table, "fail", False)
     factors = [(0, 0) if k == 1 else (16, 32) for k in range(len(layouts))]
-    return CudaUpdate(layouts, factors, None, 0)
+    return CudaUpdate(layouts, factors, None, 0, masters)
 
 
 SETS = [scalars(Hyper(0.1, 0.9, 1e-3, 0.0, False), 1)]
@@ -108,6 +109,22 @@ def test_four_elements_at_once_only_where_both_allow_it(launch: CudaUpdate) -> N
         call(launch, p, [192, 256], m)
         want = [(a | b) % 16 == 0 for a, b in zip(p, m)]
         assert launch._table.sent[-1]["vector"].astype(bool).tolist() == want
+
+
+def test_four_elements_at_once_by_the_sizes_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of 16 bits take 8 bytes; those of a master take 16."""
+    kinds = [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32")]
+    layouts = [Layout(8, 0, 0, 0, dtype, momentum) for dtype, momentum in kinds]
+    launch = made(monkeypatch, layouts, [0, 0, 0, 4096])
+    for p, m, master, want in (
+        ([8, 8, 16, 8], [16, 8, 8, 16], 4096, [1, 1, 1, 1]),
+        ([4, 4, 8, 8], [16, 8, 8, 16], 4096, [0, 0, 0, 1]),
+        ([8, 8, 16, 8], [8, 4, 4, 16], 4096, [0, 0, 0, 1]),
+        ([8, 8, 16, 8], [16, 8, 8, 16], 4104, [1, 1, 1, 0]),
+    ):
+        launch._table.rows["master"][3] = master
+        launch(p, [64] * 4, m, SETS, [0] * 4, 0)
+        assert launch._table.sent[-1]["vector"].tolist() == want
 
 
 def test_after_a_failed_upload_everything_is_written_again(launch: CudaUpdate, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def test_one_version() -> None:
 
 def test_kernels_are_package_data() -> None:
     files = {file.name for file in resources.files("cafin_cupy.kernels").iterdir()}
-    sources = {f"{stem}.cu" for stem in runtime.KERNELS} | {"common.cuh"}
+    sources = {f"{stem}.cu" for stem in runtime.KERNELS} | {"common.cuh", "rounding.cuh", "update.cuh"}
     assert sources <= files
     assert CHECKOUT or files == sources  # what is written for readers is not installed
 

@@ -50,7 +50,7 @@ def test_includes_are_pasted_in_with_their_lines() -> None:
         assert lines[0] == f'#line 1 "kernels/{stem}.cu"'
         start, end = lines.index('#line 1 "kernels/common.cuh"'), lines.index("typedef ELEMENT T;")
         assert start < end
-        resumed = next(line for line in lines if line.endswith(f'"kernels/{stem}.cu"') and line != lines[0])
+        resumed = [line for line in lines if line.endswith(f'"kernels/{stem}.cu"')][-1]
         rest = lines[lines.index(resumed) + 1 :]
         original = runtime._read(f"{stem}.cu").split("\n")
         assert rest == original[int(resumed.split()[1]) - 1 :]
@@ -132,11 +132,22 @@ def test_sources_are_compiled_side_by_side_and_failures_reach_the_caller(monkeyp
         seen.clear()
         if fails:
             with pytest.raises(BackendError, match="fold must compile"):
-                runtime.prepare(0)
+                runtime.prepare(0, mixed=True)
         else:
+            runtime.prepare(0, mixed=True)
+            runtime.prepare(0, mixed=True)  # knows all of them
             runtime.prepare(0)
-            runtime.prepare(0)  # knows all of them
     assert {name for _, name, _, _ in runtime._functions} == {n for names in runtime.KERNELS.values() for n in names}
+
+
+def test_kernels_that_few_models_need_are_compiled_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(runtime, "function", lambda stem, *_: asked.append(stem))
+    monkeypatch.setattr(runtime, "_functions", {})
+    runtime.prepare(0)
+    assert set(asked) == set(runtime.KERNELS) - runtime.ON_DEMAND
+    runtime.prepare(0, mixed=True)
+    assert set(asked) == set(runtime.KERNELS)
 
 
 @pytest.mark.gpu

@@ -101,7 +101,7 @@ class Recorded:
     log: ClassVar[list[str]] = []
     failing: ClassVar[set[str]] = set()
 
-    def __init__(self, layouts: Any, factors: Any, like: Any, device: int) -> None:
+    def __init__(self, layouts: Any, factors: Any, like: Any, device: int, *_: Any) -> None:
         self.device = device
 
     def _does(self, what: str) -> None:
@@ -171,7 +171,7 @@ def test_update(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
     class OnFirst(CudaUpdate):
-        def __init__(self, layouts: Any, factors: Any, like: Any, device: int) -> None:
+        def __init__(self, layouts: Any, factors: Any, like: Any, device: int, *_: Any) -> None:
             made.append(device)
             super().__init__(layouts, factors, like, 0)
 

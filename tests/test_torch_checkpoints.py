@@ -104,12 +104,15 @@ def test_every_kind_goes_through_a_file(
 @pytest.mark.parametrize("saved", DTYPES)
 @pytest.mark.parametrize("trains", DTYPES)
 def test_dtypes_of_a_checkpoint(saved: torch.dtype, trains: torch.dtype) -> None:
-    """Momentum follows its parameter; that of a 16-bit parameter keeps the precision it was saved in."""
-    source = run(AdaFisher(mlp("cpu").to(saved), TCov=1), [x.to(saved) for x in rows("cpu", 2)])
+    """Momentum follows its parameter; that of a 16-bit parameter keeps what it was saved in, if a new one could have
+    it, and is float32 else, which holds all of the other 16-bit type."""
+    source = run(AdaFisher(mlp("cpu").to(saved), TCov=1, momentum_dtype=saved), [x.to(saved) for x in rows("cpu", 2)])
     target = run(AdaFisher(mlp("cpu").to(trains), TCov=1), [x.to(trains) for x in rows("cpu", 1)])
     state = source.state_dict()
     target.load_state_dict(state)
-    wanted = saved if trains in (torch.bfloat16, torch.float16) else trains
+    wanted = trains
+    if trains in (torch.bfloat16, torch.float16):
+        wanted = saved if saved in (trains, torch.float32) else torch.float32
     for p, entry in zip(target.model.parameters(), state["state"].values()):
         average = target.state[p]["exp_avg"]
         assert average.dtype is wanted

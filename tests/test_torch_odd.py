@@ -281,7 +281,7 @@ def test_a_momentum_that_moves_is_noticed(device: str) -> None:
 
 
 def test_a_model_that_turns_to_half_precision_on_the_cpu() -> None:
-    """It goes on in float16, its momentum in float32. (The kernels refuse it: test_torch_gpu.py.)"""
+    """It goes on in float16, its momentum in float32."""
     half, full = (AdaFisher(mlp("cpu"), lr=1e-5, TCov=100) for _ in range(2))
     for optimizer in (half, full):
         step(optimizer, 0)

@@ -464,7 +464,7 @@ def test_a_settled_optimizer_keeps_its_backend(gpu: str, monkeypatch: pytest.Mon
     run.feed()
     with monkeypatch.context() as patch:
         patch.setattr(backend, "cuda_problem", lambda: "it has fallen off the bus")
-        patch.setattr(backend, "_set_up", lambda device: "it has fallen off the bus")
+        patch.setattr(backend, "_set_up", lambda *_: "it has fallen off the bus")
         run.opt._plan.launch._launch._launch = lambda *_: run.opt._plan.launch._launch._answers.append(719)  # type: ignore[union-attr]
         with pytest.raises(BackendError, match="the driver must take kernel `update`"):
             run.step()

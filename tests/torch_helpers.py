@@ -279,6 +279,8 @@ def everything(optimizer: AdaFisher) -> dict[str, Any]:
         found[name] = p.detach().clone()
         found[f"step of {name}"] = int(state.get("step", 0))
         found[f"momentum of {name}"] = state["exp_avg"].clone() if "exp_avg" in state else torch.zeros_like(p)
+        if "master" in state:
+            found[f"master of {name}"] = state["master"].clone()
     for name, pair in optimizer.factors().items():
         found[f"H of {name}"], found[f"S of {name}"] = (f.clone() for f in pair)
     for name, count in optimizer.skipped_refreshes().items():

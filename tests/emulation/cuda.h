@@ -62,6 +62,7 @@ std::common_type_t<V, W> max(V a, W b) {
 
 inline double __longlong_as_double(long long x) { return emulation::bits<double>(x); }
 inline float __uint_as_float(unsigned x) { return emulation::bits<float>(x); }
+inline unsigned __float_as_uint(float x) { return emulation::bits<unsigned>(x); }
 
 // What common.cuh has in PTX. By integers: denormal halves are normal floats, and denormal floats count as 0 here.
 inline float half_to_float(unsigned short half) {
@@ -75,6 +76,18 @@ inline float half_to_float(unsigned short half) {
         fraction &= 1023;
     }
     return __uint_as_float(sign | unsigned(exponent + 112) << 23 | fraction << 13);
+}
+// To the nearest half, ties to even: scaled so that the last bit of a half is a whole number.
+inline unsigned short float_to_half(float x) {
+    const unsigned short sign = (unsigned short)(__float_as_uint(x) >> 16 & 0x8000);
+    const float size = fabsf(x);
+    if (size != size) return 0x7fff;
+    if (size >= 65520.0f) return sign | 0x7c00;  // halfway to the first number that is too large
+    int exponent;
+    frexpf(size, &exponent);  // size < 2^exponent
+    const int last = (size < 0x1p-14f ? -13 : exponent) - 11;
+    const unsigned units = (unsigned)nearbyintf(ldexpf(size, -last));
+    return sign | (unsigned short)(units + ((unsigned)(last + 24) << 10));
 }
 inline void wait_for_previous_launch() {}
 inline void allow_next_launch() {}

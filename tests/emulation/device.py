@@ -377,13 +377,13 @@ def lend_torch(monkeypatch: Any) -> None:
 
     from cafin_cupy import arrays
     from cafin_cupy.adapters import torch as adapter
-    from cafin_cupy.adapters import torch_joining, torch_plan
+    from cafin_cupy.adapters import torch_joining, torch_plan, torch_precision
 
     look = arrays.torch_view
 
     def view(tensor: Any, where: str, name: str) -> Any:
         return look(tensor, where, name)._replace(device=0)
 
-    for module in (arrays, adapter, torch_joining, torch_plan):
+    for module in (arrays, adapter, torch_joining, torch_plan, torch_precision):
         monkeypatch.setattr(module, "torch_view", view)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)

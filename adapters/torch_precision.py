@@ -1,0 +1,76 @@
+"""Momenta and master weights: those that a parameter has, or new ones of the dtypes that the optimizer asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cafin_cupy.arrays import View, torch_view
+from cafin_cupy.errors import refuse
+from cafin_cupy.precision import Precision, dtype_name, momenta_of
+
+if TYPE_CHECKING:
+    from .torch import AdaFisher
+
+
+def new_momentum(p: Tensor, precision: Precision, where: str = "step", name: str = "params") -> Tensor:
+    """Zeros in the memory layout of a parameter, which errors call `name`."""
+    dtype = getattr(torch, precision.momentum_of(where, name, dtype_name(p.dtype)))
+    return torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
+
+
+def new_master(p: Tensor) -> Tensor:
+    """A parameter's numbers in float32, in its memory layout."""
+    return p.detach().to(torch.float32, copy=True, memory_format=torch.preserve_format)
+
+
+def momentum_of(optimizer: AdaFisher, p: Tensor, name: str) -> Tensor:
+    """The momentum of a parameter. A new one is not yet in the state, as memory may run out for the next."""
+    average: Tensor | None = optimizer.state.get(p, {}).get("exp_avg")
+    if average is None:
+        return new_momentum(p, optimizer._precision, "step", name)
+    possible = momenta_of(dtype_name(p.dtype))
+    if optimizer._factors.kernels and dtype_name(average.dtype) not in possible:  # they write no others
+        refuse("step", f"momentum of {name}", f"be {' or '.join(possible)}", average.dtype, "convert it to float32")
+    return _beside(p, name, average, "momentum")
+
+
+def master_of(optimizer: AdaFisher, p: Tensor, name: str) -> Tensor | None:
+    """The master of a parameter, None if it has none; as `momentum_of`."""
+    if not optimizer._precision.has_master(dtype_name(p.dtype)):
+        return None
+    master: Tensor | None = optimizer.state.get(p, {}).get("master")
+    if master is None:
+        return new_master(p)
+    if master.dtype is not torch.float32:
+        refuse("step", f"master of {name}", "stay float32", master.dtype, "convert it to float32")
+    return _beside(p, name, master, "master")
+
+
+def written_state(
+    optimizer: AdaFisher, params: Sequence[Tensor], name: Callable[[Tensor], str]
+) -> list[tuple[str, View]]:
+    """Momenta and masters that will be written where they are: not those that are new, or replaced."""
+    kinds = [("momentum", "exp_avg"), *([("master", "master")] if optimizer._precision.masters else [])]
+    written = []
+    for p in params:
+        state = optimizer.state.get(p, {})
+        for kind, key in kinds:
+            if state.get(key) is not None:
+                called = f"{kind} of {name(p)}"
+                v = torch_view(state[key], "step", called)
+                if v.strides == p.stride():
+                    written.append((called, v))
+    return written
+
+
+def _beside(p: Tensor, name: str, x: Tensor, kind: str) -> Tensor:
+    """State of a parameter, in its memory layout."""
+    if x.device != p.device or x.shape != p.shape:
+        rule = f"stay of shape {tuple(x.shape)} on {x.device}, as its {kind} is"
+        mend = "make a new optimizer, or move the model before the first step"
+        refuse("step", name, rule, f"{tuple(p.shape)} on {p.device}", mend)
+    return x if x.stride() == p.stride() else torch.empty_like(p, dtype=x.dtype, requires_grad=False).copy_(x)
