@@ -228,16 +228,17 @@ class AdaFisher(torch.optim.Optimizer):
         """Completed steps. Under a `GradScaler` the device alone knows what it has made of steps that were not sampled:
         asking then waits for it."""
         if self._unsure and self._skips is not None:
+            optimizer = itself(self)
             with uninterrupted():
                 skips = int(self._skips)
-                self._steps -= skips - self._known_skips
-                self._known_skips, self._unsure = skips, False
+                optimizer._steps -= skips - self._known_skips
+                optimizer._known_skips, optimizer._unsure = skips, False
         return self._steps
 
     @steps.setter
     def steps(self, value: int) -> None:
         _ = self.steps  # what is still open belongs to the old number
-        self._steps = value
+        itself(self)._steps = value
 
     @property
     def TCov(self) -> int:

@@ -187,6 +187,18 @@ def test_the_wrapper_loads_into_the_optimizer() -> None:
     assert wrapper.state is optimizer.state
 
 
+def test_the_wrapper_counts_no_steps_of_its_own() -> None:
+    """Not those either that a scaler's verdict has prevented on a device, which are known when someone asks."""
+    optimizer = looped()
+    wrapper = lightning.pytorch.core.optimizer.LightningOptimizer(optimizer)
+    optimizer._skips, optimizer._unsure = torch.ones(1, dtype=torch.int64), True
+    assert wrapper.steps == optimizer.steps == BATCHES - 1
+    optimizer.steps = 8
+    assert wrapper.steps == 8
+    wrapper.steps = 9
+    assert optimizer.steps == wrapper.steps == 9
+
+
 def test_layers_join_through_the_wrapper() -> None:
     optimizer = looped()
     wrapper = lightning.pytorch.core.optimizer.LightningOptimizer(optimizer)
