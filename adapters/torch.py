@@ -470,7 +470,7 @@ class AdaFisher(torch.optim.Optimizer):
         self._steps = steps
         if self._kept_factors is not None:
             self._kept_factors.refreshed = False
-        if self._taps or waiting or self.samples:
+        if self._taps or waiting or not steps % self._TCov:
             self._attach(waiting)
 
     def capture(self, iteration: Callable[[], Any]) -> CapturedIteration:
