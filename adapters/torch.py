@@ -45,6 +45,7 @@ from .torch_plan import Plan
 from .torch_scalars import checked_hyper, forget_scale, unscaling, verdict_of_device
 from .torch_state import copied, go_on_from, take_momentum, take_over, with_factors
 from .torch_warnings import warn_unseen, warn_without_factors
+from .torch_wrappers import itself
 
 __all__ = ["AdaFisher", "AdaFisherW", "register_layer", "unregister_layer"]
 
@@ -200,9 +201,11 @@ class AdaFisher(torch.optim.Optimizer):
     @property
     def _factors(self) -> Factors:
         """The factors, made when first needed, on the device where the model is by then."""
-        if self._kept_factors is None:
-            self._kept_factors = make_factors(self._layers, self.averaging, self.backend, self._devices())
-        return self._kept_factors
+        kept = self._kept_factors
+        if kept is None:
+            kept = make_factors(self._layers, self.averaging, self.backend, self._devices())
+            itself(self)._kept_factors = kept
+        return kept
 
     def _trained(self) -> list[Tensor]:
         """The parameters that decide on device and backend: those that train, or have."""
@@ -225,16 +228,17 @@ class AdaFisher(torch.optim.Optimizer):
         """Completed steps. Under a `GradScaler` the device alone knows what it has made of steps that were not sampled:
         asking then waits for it."""
         if self._unsure and self._skips is not None:
+            optimizer = itself(self)
             with uninterrupted():
                 skips = int(self._skips)
-                self._steps -= skips - self._known_skips
-                self._known_skips, self._unsure = skips, False
+                optimizer._steps -= skips - self._known_skips
+                optimizer._known_skips, optimizer._unsure = skips, False
         return self._steps
 
     @steps.setter
     def steps(self, value: int) -> None:
         _ = self.steps  # what is still open belongs to the old number
-        self._steps = value
+        itself(self)._steps = value
 
     @property
     def TCov(self) -> int:
@@ -243,6 +247,7 @@ class AdaFisher(torch.optim.Optimizer):
 
     @TCov.setter
     def TCov(self, value: int) -> None:
+        self = itself(self)
         self._TCov = whole(type(self).__name__, "TCov", value, 1)
         if hasattr(self, "_taps"):
             _ = self.steps
@@ -270,8 +275,9 @@ class AdaFisher(torch.optim.Optimizer):
         if self._building:
             super().add_param_group(param_group)
         else:
-            join(self, param_group, super().add_param_group)
-            self._plan = None
+            optimizer = itself(self)
+            join(optimizer, param_group, super(AdaFisher, optimizer).add_param_group)
+            optimizer._plan = None
 
     # Factors
 
@@ -482,7 +488,7 @@ class AdaFisher(torch.optim.Optimizer):
         Raises:
             BackendError: the optimizer is not capturable, or runs without the kernels.
         """
-        return CapturedIteration(self, iteration)
+        return CapturedIteration(itself(self), iteration)
 
     _watched_step = torch.optim.Optimizer.profile_hook_step(_step)  # calls hooks, and tells the profiler
 
@@ -533,8 +539,9 @@ class AdaFisher(torch.optim.Optimizer):
             CafinError: it does not fit, and the message names the first key that does not; nothing has been changed
                 then.
         """
-        take_over(self, state_dict, super().load_state_dict)
-        self._reference.over()
+        optimizer = itself(self)
+        take_over(optimizer, state_dict, super(AdaFisher, optimizer).load_state_dict)
+        optimizer._reference.over()
 
     def load_momentum(self, state_dict: Mapping[str, Any]) -> None:
         """Start from the momentum of another optimizer: `exp_avg` and `step` of a state dict of Adam, AdamW or the
@@ -546,8 +553,9 @@ class AdaFisher(torch.optim.Optimizer):
         Raises:
             CafinError: it does not fit; nothing has been changed then.
         """
-        take_momentum(self, state_dict)
-        self._plan = None
+        optimizer = itself(self)
+        take_momentum(optimizer, state_dict)
+        optimizer._plan = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_copied": copied(self)}

@@ -34,7 +34,7 @@ def test_the_table_names_every_layer():
 
 
 def test_every_block_has_its_test():
-    assert len(BLOCKS) == 7
+    assert len(BLOCKS) == 10
 
 
 def test_pytorch_example():
@@ -85,3 +85,34 @@ def test_checkpoint_example(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run(block("checkpoint.pt"))
     assert (tmp_path / "checkpoint.pt").is_file()
+
+
+@pytest.fixture
+def on_one_device(tmp_path, monkeypatch):
+    """Trainers write where they run, and would take every GPU."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    return tmp_path
+
+
+def test_transformers_example(on_one_device):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    names = run(block("from transformers import"))
+    assert names["optimizer"].steps == 20 and names["trainer"].optimizer.optimizer is names["optimizer"]
+    assert (on_one_device / "bert" / "checkpoint-20" / "optimizer.pt").is_file()
+
+
+def test_accelerate_example(on_one_device):
+    pytest.importorskip("accelerate")
+    names = run(block("from accelerate import"))
+    assert names["adafisher"].steps == 10
+    assert (on_one_device / "run" / "optimizer.bin").is_file()
+
+
+def test_lightning_example(on_one_device):
+    pytest.importorskip("lightning")
+    names = run(block("import lightning"))
+    (optimizer,) = names["trainer"].optimizers
+    assert optimizer.steps == 20 and optimizer.factors().keys() == {"net.0", "net.2"}
+    assert list(on_one_device.rglob("*.ckpt"))

@@ -1,0 +1,18 @@
+"""Wrappers by which trainers call the optimizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .torch import AdaFisher
+
+
+def itself(optimizer: AdaFisher) -> AdaFisher:
+    """The optimizer, also where one of its methods was called on a wrapper of Lightning or Fabric.
+
+    Their wrapper's class inherits from the optimizer's, and looks up in the optimizer what it lacks itself. What a
+    method sets would stay with the wrapper, and hide what the optimizer has.
+    """
+    wrapped: AdaFisher = vars(optimizer).get("_optimizer", optimizer)
+    return wrapped
