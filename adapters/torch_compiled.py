@@ -7,6 +7,7 @@ operation into the backward graph, which hands the layer's input and output grad
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -17,6 +18,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .torch_layers import Tap
 
+# True if PyTorch takes a hook on a tensor into a graph, as 2.13 does. Older ones break the graph at each layer, and the
+# hook runs there as it does without a compiler.
+FOLLOWS = find_spec("torch._higher_order_ops.register_hook") is not None
 _numbers = count()
 _taps: WeakValueDictionary[str, Tap] = WeakValueDictionary()
 _ORDER = torch.zeros(1)  # which the operation is said to change, so that no compiler drops it or moves it past another

@@ -107,15 +107,21 @@ class Tap:
         """The input is looked at only when the gradient is known, so a forward without a backward leaves no trace, and
         a recomputed forward (activation checkpointing) does not count twice. A hook on the output tensor, unlike a full
         backward hook, bears in-place operations behind the layer and inputs without gradient."""
-        if torch.compiler.is_compiling():
+        if torch_compiled.FOLLOWS and torch.compiler.is_compiling():
             torch_compiled.trace(self, module, args, kwargs, output)
-            return
+        else:
+            self.catch(module, args, kwargs, output)
+
+    def catch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         optimizer = self._optimizer()
         if optimizer is None:
             self._remove(module)
             return
         if self.open and counts(optimizer, module):
             self.watch(optimizer, module, *self.kind.take(module, args, kwargs, output))
+
+    if not torch_compiled.FOLLOWS:
+        catch = torch.compiler.disable(catch)
 
     @property
     def trains(self) -> bool:

@@ -74,6 +74,12 @@ class Plan:
             if pair[0].numel() * pair[1].numel() != p.numel():
                 rule = f"have {pair[1].numel()} x {pair[0].numel()} elements, as its layer had"
                 refuse("step", self._name(p), rule, tuple(p.shape), "make a new optimizer")
+        for p, v in zip(self.params, views) if factors.kernels else ():
+            if v.device == "cpu":
+                refuse("step", self._name(p), "stay on a GPU as at the first step", "cpu", "make a new optimizer")
+            if v.dtype not in DTYPES:
+                rule = f"stay of {', '.join(DTYPES)}, as at the first step"
+                refuse("step", self._name(p), rule, p.dtype, "make a new optimizer")
         self.precision = optimizer._precision
         self.launch: CudaUpdate | SpreadUpdate | None = None
         averages = [momentum_of(optimizer, p, self._name(p)) for p in self.params]
@@ -83,11 +89,6 @@ class Plan:
         if factors.kernels:
             layouts, pointers = [], []
             for p, v, pair, average in zip(self.params, views, self.pairs, averages):
-                if v.device == "cpu":
-                    refuse("step", self._name(p), "stay on a GPU as at the first step", "cpu", "make a new optimizer")
-                if v.dtype not in DTYPES:
-                    rule = f"stay of {', '.join(DTYPES)}, as at the first step"
-                    refuse("step", self._name(p), rule, p.dtype, "make a new optimizer")
                 columns = pair[0].numel() if pair else 0
                 layouts.append(layout("step", self._name(p), v, columns, dtype_name(average.dtype)))
                 pointers.append((pair[0].data_ptr(), pair[1].data_ptr()) if pair else (0, 0))

@@ -262,7 +262,8 @@ def test_numbers_survive(place: tuple[str, str]) -> None:
             fused_step(p, g, m, None, w, lr=1.0, backend=backend, stochastic_rounding=random)
             assert torch.equal(p[~before.isnan()], before[~before.isnan()])
             assert torch.equal(p.isnan(), before.isnan())
-            assert torch.equal(torch.signbit(p.float()), torch.signbit(before.float()))
+            known = ~before.isnan()  # of a NaN no processor promises a sign
+            assert torch.equal(torch.signbit(p.float())[known], torch.signbit(before.float())[known])
 
 
 def tree(dtype: Any = torch.bfloat16) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,12 +29,13 @@ from torch_helpers import (  # noqa: E402
     torch_device,  # noqa: F401
 )
 
+from cafin_cupy.adapters import torch_compiled  # noqa: E402
 from cafin_cupy.adapters.torch import AdaFisher  # noqa: E402
 
 BACKENDS = ["eager", "aot_eager"]  # without a C++ compiler
-# PyTorch 2.13 takes a hook on a tensor into the graph; older ones break it there.
-follows = pytest.mark.skipif(
-    importlib.util.find_spec("torch._higher_order_ops.register_hook") is None, reason="this PyTorch breaks the graph"
+# test_torch_unseen.py has what older versions do.
+pytestmark = pytest.mark.skipif(
+    not torch_compiled.FOLLOWS, reason="this PyTorch breaks the graph at a hook on a tensor"
 )
 
 
@@ -75,7 +75,6 @@ def without_wrapper(optimizer: AdaFisher) -> dict[str, Any]:
     return {name.replace("_orig_mod.", ""): value for name, value in everything(optimizer).items()}
 
 
-@follows
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", MODELS)
@@ -95,7 +94,6 @@ def test_factors_are_those_of_the_eager_model(name: str, order: str, backend: st
     assert all(not torch.equal(F, torch.ones_like(F)) for pair in optimizer.factors().values() for F in pair)
 
 
-@follows
 @pytest.mark.parametrize("steps", [3, 4])
 def test_a_resumed_run_is_compiled_on_any_step(steps: int, device: str) -> None:
     """Its first call may be on an unsampled step: hooks wait for it, closed."""
@@ -109,7 +107,6 @@ def test_a_resumed_run_is_compiled_on_any_step(steps: int, device: str) -> None:
     assert_same(optimizer, run(source, rows(device, 6)), 5 * TOLERANCE)
 
 
-@follows
 def test_an_unsampled_graph_holds_nothing_of_ours(device: str) -> None:
     """And the hooks of a compiled model stay, closed; those of an eager one go."""
     seen: list[tuple[bool, str]] = []

@@ -284,7 +284,7 @@ def test_a_cycle_may_not_leave_the_allowed_momentum(device: str) -> None:
 # Averages of weights
 
 AVERAGES: dict[str, Callable[[nn.Module], Any]] = {
-    "mean": lambda m: swa_utils.AveragedModel(m, use_buffers=True),
+    "mean": lambda m: swa_utils.AveragedModel(m),
     "exponential": lambda m: swa_utils.AveragedModel(m, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9)),
 }
 

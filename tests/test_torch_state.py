@@ -97,6 +97,8 @@ def assert_names(message: str, path: tuple[Any, ...], value: Any) -> None:
         assert name == "state_dict" and repr(path[0]) in message
     elif value is REMOVED and path[0] in ("H_D", "S_D"):  # those behind it have moved up
         assert name in {f"{path[0]}[{index}]" for index in range(path[1], 9)}, message
+    elif path[-1:] == ("factors",) and name.startswith(("H_D[", "S_D[")):  # which hold the same, in the order of layers
+        assert isinstance(value, dict), message
     elif (
         {"params", "param_names"} & set(path) and not name.startswith(place) and not place.startswith(name)
     ):  # whose entries are elsewhere

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch_helpers import DEVICES  # noqa: E402
 
+from cafin_cupy.adapters import torch_compiled, torch_layers  # noqa: E402
 from cafin_cupy.adapters.torch import AdaFisher  # noqa: E402
 
 
@@ -83,6 +85,28 @@ def test_compiled_on_an_unsampled_step_with_the_switch_of_the_warning() -> None:
             optimizer.step()
     torch._dynamo.reset()
     assert not any(torch.equal(f, torch.ones_like(f)) for pair in optimizer.factors().values() for f in pair)
+
+
+def test_an_older_pytorch_breaks_the_graph_at_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a graph cannot hold the hook, the factors are those of the eager model all the same."""
+    if torch_compiled.FOLLOWS:
+        monkeypatch.setattr(torch_compiled, "FOLLOWS", False)
+        monkeypatch.setattr(torch_layers.Tap, "catch", torch.compiler.disable(torch_layers.Tap.catch))
+    made = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+        optimizer = AdaFisher(model, TCov=3)
+        run: Any = torch.compile(model, backend="eager") if compiled else model
+        for _ in range(7):
+            optimizer.zero_grad()
+            run(torch.randn(6, 4)).square().mean().backward()
+            optimizer.step()
+        made.append([*model.parameters(), *(F for pair in optimizer.factors().values() for F in pair)])
+    torch._dynamo.reset()
+    for one, other in zip(*made):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # sums in another order
 
 
 def test_a_parametrized_weight_is_left_alone() -> None:
