@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 _ADDRESS, _GRADIENT = Tensor.data_ptr, attrgetter("grad")
 _STEP, _AVERAGE = itemgetter("step"), itemgetter("exp_avg")
-_changed = torch.autograd.graph.increment_version  # a graph that saved old values must notice what the kernels do
+# A graph that saved old values must notice what the kernels do; without a frame of torch's where that is possible.
+_changed = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
 
 
 class Plan:
