@@ -20,9 +20,10 @@ TESTS = Path(__file__).resolve().parent.parent
 FILES = (
     *("arrays", "backend", "copies", "cuda_factors", "curvature", "factors", "faults", "field_reports_large"),
     *("forks", "laws", "nonfinite", "nonfinite_moments", "odd", "odd_sizes", "optimizer", "precision", "readme"),
-    *("recorder", "repeats", "runtime", "spread", "state", "streams", "summary", "table", "torch_attention"),
-    *("torch_compiled", "torch_groups", "torch_layers", "torch_loops", "torch_names", "torch_precision"),
-    *("torch_scaler", "torch_situations", "torch_step_faults", "update", "update_mixed", "emulation"),
+    *("recorder", "repeats", "runtime", "schedule", "spread", "state", "streams", "summary", "table"),
+    *("torch_attention", "torch_compiled", "torch_groups", "torch_layers", "torch_loops", "torch_names"),
+    *("torch_precision", "torch_scaler", "torch_situations", "torch_step_faults", "update", "update_mixed"),
+    "emulation",
 )
 
 
