@@ -231,3 +231,21 @@ def test_a_section_on_a_gpu(name):
     if name == "graphs":
         tracks = {(track["contender"], track["TCov"]) for track in data["tracks"]}
         assert tracks == {("none", None), ("ours", 1), ("ours", 2), ("sgd", None), ("adamw", None)}
+
+
+def test_precision_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from bench import precision
+
+    monkeypatch.setattr(precision.torch.cuda, "is_available", lambda: False)
+    assert precision.main() == 2
+    assert capsys.readouterr().err == "bench.precision: needs a GPU, and PyTorch sees none\n"
+
+
+@pytest.mark.gpu
+def test_precision_times_every_kind(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from bench import precision
+
+    for name, few in (("STEPS", 2), ("ROUNDS", 1), ("AHEAD", 1000)):
+        monkeypatch.setattr(precision, name, few)
+    assert precision.main() == 0
+    assert capsys.readouterr().out.count("| AdaFisher, ") == len(precision.ROWS)

@@ -43,9 +43,11 @@ def test_a_verdict_prevents_steps_and_a_scale_is_divided_out(found: float) -> No
     found_inf, scale = cupy.full(1, found, np.float32), cupy.full(1, 8.0, np.float32)
     schedule = CudaSchedule([0, 0], steps.data.ptr, steps, 0)
     schedule.refresh([rate(HYPERS[0])], 0)
+    schedule([True, True], 0)  # sets all scalars
+    schedule.updated()
     schedule([True, True], 0, Verdict(found_inf.data.ptr, scale.data.ptr, skipped.data.ptr))
     schedule.updated()
-    assert steps.get().tolist() == ([4, 7] if found else [5, 8])
+    assert steps.get().tolist() == ([5, 8] if found else [6, 9])
     assert skipped.get().tolist() == [found]
     made = schedule._memory.get().view(table.Hyper)
     assert made["grad_scale"].tolist() == ([0.0, 0.0] if found else [0.125, 0.125])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from cafin_cupy import CafinError, NonFiniteError, fused_step
+from cafin_cupy.backend import DTYPES as KERNEL_DTYPES
 
 from . import expected
 from .arrays import READABLE, WRITABLE, Held, Outline, Style, make, styles
@@ -144,7 +145,7 @@ class Functions(Machine):
             options.update(OPTION_FAULTS[fault])
             spoiled = True
         valid: bool | None = not spoiled
-        if valid and self.framework == "cupy" and count and a.dtype == "float32":
+        if valid and self.framework == "cupy" and count and a.dtype in KERNEL_DTYPES:
             columns = [pair and pair[0].array.size for pair in a.pairs]
             takes = [kernel_takes(p.array, m.array, n) for p, m, n in zip(a.p, a.m, columns)]
             valid = False if False in takes else None if None in takes else True

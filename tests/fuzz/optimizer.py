@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from cafin_cupy import AdaFisher, Averaging, CafinError, NonFiniteError
+from cafin_cupy.backend import DTYPES as KERNEL_DTYPES
 
 from .arrays import READABLE, WRITABLE, Held, Outline, Style, dtype_of, fingerprint, make, styles, value
 from .bad import DRESS, NO_ARRAYS, bad_scalars
@@ -93,7 +94,7 @@ class Optimizer(Machine):
 
     def _build(self, chosen: list[tuple[Geometry, str]], tied: bool, loose: list[Any], p: Style) -> None:
         """Make layers and parameters: `chosen` layers, of each what trains; `loose` shapes of no layer."""
-        takes = p.dtype in ("float16", "float64") or p.layout in ("offset", "channels_last")
+        takes = p.dtype == "float64" or p.layout in ("offset", "channels_last")
         if self.framework == "cupy" and not takes:  # the kernels would refuse it
             p = Style("contiguous", p.values, p.dtype, p.seed)
         number = itertools.count()
@@ -126,7 +127,7 @@ class Optimizer(Machine):
 
     @property
     def kernels(self) -> bool:
-        return self.framework == "cupy" and self.dtype == "float32"
+        return self.framework == "cupy" and self.dtype in KERNEL_DTYPES
 
     @property
     def samples(self) -> bool:

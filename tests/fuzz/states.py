@@ -40,6 +40,14 @@ _NO_TENSORS: tuple[Any, ...] = (None, 3.0, "H", [1.0], torch.ones(1, 1, 1, 1), t
 _NO_LISTS: tuple[Any, ...] = (None, 5, "groups", {}, iter([]))
 
 
+KEYS = ("H_D", "S_D", "steps", "state", "param_groups")
+
+
+def told_twice(pick: int) -> bool:
+    """True if the key that is missing may be, as the first group says the same."""
+    return KEYS[pick % len(KEYS)] in ("H_D", "S_D", "steps")
+
+
 def spoiled(state: dict[str, Any], kind: str, pick: int) -> Any:
     """A copy of the dicts and lists of `state` with one fault in it, or None if the fault has no place there."""
     s = {**state, "param_groups": [dict(g) for g in state["param_groups"]], "state": dict(state["state"])}
@@ -50,7 +58,7 @@ def spoiled(state: dict[str, Any], kind: str, pick: int) -> Any:
     if kind == "no dict":
         return (None, 3, [], "state", {})[pick % 5]
     if kind == "a key is missing":
-        del s[("H_D", "S_D", "steps", "state", "param_groups")[pick % 5]]
+        del s[KEYS[pick % len(KEYS)]]
     elif kind == "steps":
         s["steps"] = WRONG_STEPS[pick % len(WRONG_STEPS)]
     elif kind == "no lists":

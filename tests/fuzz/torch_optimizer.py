@@ -21,7 +21,7 @@ from .calls import attempt
 from .expected import Scalars
 from .functions import DRESSES, SCALARS
 from .optimizer import KEPT
-from .states import KINDS, spoiled
+from .states import KINDS, spoiled, told_twice
 from .torch_run import TorchRun, held_by
 
 BAD_ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -177,7 +177,7 @@ class TorchOptimizer(TorchRun):
         outcome = attempt(
             f"torch load_state_dict({kind or ''})",
             lambda: self.opt.load_state_dict(given),
-            valid=fits and kind is None,
+            valid=fits and (kind is None or (None if kind == "a key is missing" and told_twice(pick) else False)),
             inputs=[saved, given],
             state=self.everything,
         )

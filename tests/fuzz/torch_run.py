@@ -108,7 +108,7 @@ class TorchRun(Machine):
 
     def but_gradients(self) -> list[Any]:
         opt = self.opt
-        states = [opt.state.get(p) for p in self.every]
+        states = [as_told(opt.state.get(p, {})) for p in self.every]
         scalars = [[group[name] for name in KEPT] for group in opt.param_groups]
         options = [opt.steps, opt.TCov, opt.error_if_nonfinite]
         left = [name for name in vars(opt) if not name.startswith("_")]  # a scaler may leave something there
@@ -134,7 +134,7 @@ class TorchRun(Machine):
         opt = self.opt
         assert (opt.steps, opt.TCov, opt.samples) == (self.t, self.TCov, self.samples)
         trained = [p for p in self.every if p.requires_grad or id(p) in self.steps] or self.every
-        kernels = self.framework == "lent" and all(p.dtype is torch.float32 for p in trained)
+        kernels = self.framework == "lent" and all(p.dtype is not torch.float64 for p in trained)
         assert opt.backend == ("cuda" if kernels else "reference")
         assert self.of_layers(opt.skipped_refreshes()) == self.skips
         lengths = {name: (len(H), len(S)) for name, (H, S) in opt.factors().items()}
@@ -333,6 +333,13 @@ class TorchRun(Machine):
                     layer, "weight" if p is weight else "bias", weight, self.of_layers(self.opt.factors())[k]
                 )
         check_update(name, p, self.opt.state[p]["exp_avg"], was, pair, x, self.steps[id(p)], scale)
+
+
+def as_told(state: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state, whatever holds its number of steps: under a scaler that lies on the device. A first step
+    that the scaler prevents there leaves a momentum of zeros behind, as good as none."""
+    told = {key: int(item) if key == "step" else item for key, item in state.items()}
+    return told if told.get("step", 1) or bool(told["exp_avg"].any()) else {}
 
 
 def held_by(x: Any) -> Any:
