@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -61,7 +62,7 @@ def main() -> int:
     )
     print("\n| | bytes a parameter | µs |\n| --- | ---: | ---: |")
     for what, dtype, options, moved in ROWS:
-        us = step_us(lambda model, options=options: AdaFisher(model, TCov=10**6, **options), dtype)
+        us = step_us(partial(AdaFisher, TCov=10**6, **options), dtype)
         print(f"| AdaFisher, {what} | {moved} | {us:.1f} |")
     for what, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         us = step_us(lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True), dtype)

@@ -108,7 +108,7 @@ class TorchRun(Machine):
 
     def but_gradients(self) -> list[Any]:
         opt = self.opt
-        states = [as_told(opt.state.get(p, {})) for p in self.every]
+        states = [as_told(opt.state.get(p)) for p in self.every]
         scalars = [[group[name] for name in KEPT] for group in opt.param_groups]
         options = [opt.steps, opt.TCov, opt.error_if_nonfinite]
         left = [name for name in vars(opt) if not name.startswith("_")]  # a scaler may leave something there
@@ -335,11 +335,14 @@ class TorchRun(Machine):
         check_update(name, p, self.opt.state[p]["exp_avg"], was, pair, x, self.steps[id(p)], scale)
 
 
-def as_told(state: dict[str, Any]) -> dict[str, Any]:
+def as_told(state: dict[str, Any] | None) -> dict[str, Any] | None:
     """A parameter's state, whatever holds its number of steps: under a scaler that lies on the device. A first step
     that the scaler prevents there leaves a momentum of zeros behind, as good as none."""
+    if state is None:
+        return None
     told = {key: int(item) if key == "step" else item for key, item in state.items()}
-    return told if told.get("step", 1) or bool(told["exp_avg"].any()) else {}
+    on_device = isinstance(state.get("step"), Tensor)
+    return None if on_device and not told["step"] and not bool(told["exp_avg"].any()) else told
 
 
 def held_by(x: Any) -> Any:
