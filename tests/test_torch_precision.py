@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +17,9 @@ from faults import FAULTS, Gate, gate  # noqa: E402, F401
 from torch import nn  # noqa: E402
 from torch_helpers import (  # noqa: E402
     assert_same,
+    either_device,  # noqa: F401
     everything,
-    exact_float32,
+    kernels_device,  # noqa: F401
     loss_of,
     mlp,
     net,
@@ -39,24 +39,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "random": {"stochastic_rounding": True, "seed": 5},
     "all": {"master_weights": True, "momentum_dtype": "own", "averaging": "paper"},
 }
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The device of the kernels: a GPU, or the emulated one, which has tensors of the CPU."""
-    import cupy
-
-    if cupy.cuda.Module.__module__ == "emulation.device":
-        sys.modules["emulation.device"].lend_torch(monkeypatch)
-        yield "cpu"
-    else:
-        with exact_float32():
-            yield "cuda"
-
-
-@pytest.fixture(params=["reference", pytest.param("kernels", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    return "cpu" if request.param == "reference" else request.getfixturevalue("gpu")
 
 
 def made(device: str, dtype: torch.dtype, options: dict[str, Any], kind: type[AdaFisher] = AdaFisher) -> AdaFisher:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,28 +16,19 @@ torch = pytest.importorskip("torch")
 from faults import FAULTS, Gate, gate  # noqa: E402, F401
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from torch_helpers import assert_same, everything, exact_float32, loss_of, mlp, rows, run  # noqa: E402
+from torch_helpers import (  # noqa: E402
+    assert_same,
+    either_device,  # noqa: F401
+    everything,
+    kernels_device,  # noqa: F401
+    loss_of,
+    mlp,
+    rows,
+    run,
+)
 
 from cafin_cupy import CafinError  # noqa: E402
 from cafin_cupy.adapters.torch import AdaFisher  # noqa: E402
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The device of the kernels: a GPU, or the emulated one, which has tensors of the CPU."""
-    import cupy
-
-    if cupy.cuda.Module.__module__ == "emulation.device":
-        sys.modules["emulation.device"].lend_torch(monkeypatch)
-        yield "cpu"
-    else:
-        with exact_float32():
-            yield "cuda"
-
-
-@pytest.fixture(params=["reference", pytest.param("kernels", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    return "cpu" if request.param == "reference" else request.getfixturevalue("gpu")
 
 
 class Scaled:

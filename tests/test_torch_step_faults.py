@@ -4,7 +4,6 @@ before the step, or as after it, and it can be tried again."""
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,31 +14,23 @@ torch = pytest.importorskip("torch")
 from faults import FAULTS, Gate, ctrl_c, gate, interrupted_at, some  # noqa: E402, F401
 from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch_helpers import everything, exact_float32, hook_count, images, loss_of, mlp, net, rows  # noqa: E402
+from torch_helpers import (  # noqa: E402
+    either_device,  # noqa: F401
+    everything,
+    hook_count,
+    images,
+    kernels_device,  # noqa: F401
+    loss_of,
+    mlp,
+    net,
+    rows,
+)
 
 from cafin_cupy import BackendError, backend, reference  # noqa: E402
 from cafin_cupy.adapters.torch import AdaFisher, AdaFisherW  # noqa: E402
 
 STEPS = 4  # sampled, not, sampled, not: with TCov = 2
 State = dict[str, Any]
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The device of the kernels: a GPU, or the emulated one, which has tensors of the CPU."""
-    import cupy
-
-    if cupy.cuda.Module.__module__ == "emulation.device":
-        sys.modules["emulation.device"].lend_torch(monkeypatch)
-        yield "cpu"
-    else:
-        with exact_float32():
-            yield "cuda"
-
-
-@pytest.fixture(params=["reference", pytest.param("kernels", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    return "cpu" if request.param == "reference" else request.getfixturevalue("gpu")
 
 
 class Run:

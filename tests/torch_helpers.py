@@ -36,6 +36,25 @@ def exact_float32() -> Iterator[None]:
     matmul.allow_tf32 = before
 
 
+@pytest.fixture(name="gpu")
+def kernels_device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The device of the kernels: a GPU, or the emulated one, which has tensors of the CPU."""
+    import cupy
+
+    if cupy.cuda.Module.__module__ == "emulation.device":
+        sys.modules["emulation.device"].lend_torch(monkeypatch)
+        yield "cpu"
+    else:
+        with exact_float32():
+            yield "cuda"
+
+
+@pytest.fixture(params=["reference", pytest.param("kernels", marks=pytest.mark.gpu)], name="device")
+def either_device(request: pytest.FixtureRequest) -> str:
+    """The reference on the CPU, and the kernels on the `gpu`."""
+    return "cpu" if request.param == "reference" else request.getfixturevalue("gpu")
+
+
 @pytest.fixture(params=DEVICES, name="device")
 def torch_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where the models live; a test module that imports this runs its tests on each. The emulated GPU has tensors of
