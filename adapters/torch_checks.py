@@ -1,14 +1,13 @@
-"""What the PyTorch optimizer refuses before anything has changed: models, ranks and, if asked, inf and NaN."""
+"""What the PyTorch optimizer refuses before anything has changed: models and, if asked, inf and NaN."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from cafin_cupy.arrays import refuse_without_memory, wraps_others
-from cafin_cupy.errors import BackendError, CafinTypeError, refuse
+from cafin_cupy.errors import CafinTypeError, refuse
 from cafin_cupy.nonfinite import raw_moments, refuse_nonfinite
 from cafin_cupy.precision import Precision, dtype_name
 
@@ -39,16 +38,6 @@ def check_momenta(where: str, model: nn.Module, precision: Precision) -> None:
     for name, p in model.named_parameters():
         if p.requires_grad:
             precision.momentum_of(where, name, dtype_name(p.dtype))
-
-
-def check_ranks(where: str) -> None:
-    """Refuse several ranks: each would follow its own factors, and the replicas would drift apart."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise BackendError(
-            f"{where}: the process group must have one rank, got {distributed.get_world_size()}; "
-            "factors are not yet reduced over ranks"
-        )
 
 
 def check_finite(optimizer: AdaFisher, loss_scale: float) -> None:

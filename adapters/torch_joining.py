@@ -15,6 +15,7 @@ from cafin_cupy.optimizer import make_factors, owners
 
 from .torch_groups import Group, own_group
 from .torch_layers import find_joined
+from .torch_ranks import over_ranks
 from .torch_scalars import checked_hyper
 from .torch_warnings import warn_without_factors
 
@@ -67,7 +68,7 @@ def extended(optimizer: AdaFisher, layers: list[Layer], joining: Sequence[Tensor
         mend = "call step() or zero_grad() first"
         refuse(WHERE, "model", "get layers between steps", "one between backward and step", mend)
     devices = optimizer._devices() | {torch_view(p, WHERE, "params").device for p in joining}
-    factors = make_factors(layers, optimizer.averaging, optimizer.backend, devices)
+    factors = over_ranks(optimizer, make_factors(layers, optimizer.averaging, optimizer.backend, devices))
     for index in range(len(old.layers)):
         factors.load(index, old.H[index], old.S[index])
         factors.skipped[index][...] = old.skipped[index]

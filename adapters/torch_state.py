@@ -16,6 +16,7 @@ from cafin_cupy.rule import whole
 
 from .torch_names import in_own_order, with_names, without_names
 from .torch_precision import new_master, new_momentum
+from .torch_ranks import compare_from_now_on
 from .torch_scalars import SCALARS, checked_hyper
 from .torch_warnings import warn_not_stored
 
@@ -33,7 +34,7 @@ KEYS = ("state", "param_groups", "H_D", "S_D", "steps")
 ENTRY = ("step", "exp_avg")  # of a parameter that has momentum
 KEPT = (
     *("model", "_TCov", "averaging", "_steps", "capturable", "grad_scaler", "error_if_nonfinite", "_requested"),
-    *("_precision", "_seed"),
+    *("_precision", "_seed", "_dist", "_divide_factor", "_check_every"),
 )
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -212,6 +213,7 @@ def go_on_from(optimizer: AdaFisher, ours: tuple[Any, ...]) -> None:
     for index, pair in enumerate(zip(H, S)):
         optimizer._factors.load(index, *pair)
     optimizer._factors.count_from(skipped)
+    compare_from_now_on(optimizer)
     optimizer._attach(waiting=True)
 
 

@@ -115,6 +115,11 @@ class Factors:
         """(place of a layer, its sums), for all layers that have some. Changes nothing."""
         raise NotImplementedError
 
+    def take(self, sums: Sequence[tuple[int, reference.RawSums]]) -> None:
+        """Let `sums`, as from `sums()`, be those of this step, in the place of all that were seen here: several ranks
+        have added theirs up. They lie beside their layers' factors, and stay as they are until the step is over."""
+        raise NotImplementedError
+
     def raw(self, grad_scale: float = 1.0) -> list[tuple[int, Any, Any]]:
         """(place of a layer, H, S): the raw moments that `update` would average, of all layers that have sums. Waits
         for the device if one of them counts."""
@@ -191,6 +196,11 @@ class ReferenceFactors(Factors):
 
     def sums(self) -> list[tuple[int, reference.RawSums]]:
         return [(index, sums) for index, sums in enumerate(self._sums) if sums is not None]
+
+    def take(self, sums: Sequence[tuple[int, reference.RawSums]]) -> None:
+        self.discard()
+        for index, given in sums:
+            self._sums[index] = given
 
     def ready(self, grad_scale: float = 1.0) -> Callable[[], None] | None:
         fresh: list[tuple[Any, Any]] = []

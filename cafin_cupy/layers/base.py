@@ -125,6 +125,11 @@ class Layer:
         return self.shape[0]
 
     @property
+    def H_units(self) -> int | None:
+        """Entries of the H sums, groups added up; None where they follow the input."""
+        return self.width
+
+    @property
     def outputs(self) -> int:
         """Entries of a bias."""
         return self.S_size
