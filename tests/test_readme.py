@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch_helpers import assert_equal_trees
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
@@ -34,7 +39,7 @@ def test_the_table_names_every_layer():
 
 
 def test_every_block_has_its_test():
-    assert len(BLOCKS) == 10
+    assert len(BLOCKS) == 11
 
 
 def test_pytorch_example():
@@ -48,6 +53,19 @@ def test_example_of_groups_without_decay():
     first, rest = optimizer.param_groups
     assert rest["params"] == [optimizer.model[2].weight] and rest["weight_decay"] == 0.1
     assert len(first["params"]) == 4 and first["weight_decay"] == 0.0
+
+
+def test_example_of_several_processes(tmp_path):
+    code = block("init_process_group") + "\nimport os\ntorch.save(optimizer.state_dict(), os.environ['RANK'])\n"
+    (tmp_path / "script.py").write_text(code)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    paths = os.pathsep.join([str(README.parent), *sys.path])
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launcher, "script.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    first, second = (torch.load(tmp_path / rank, weights_only=True) for rank in "01")
+    assert first["steps"] == 20
+    assert_equal_trees(first, second)
 
 
 @pytest.mark.gpu
