@@ -52,6 +52,7 @@ from .torch_ranks import (
     over_ranks,
 )
 from .torch_scalars import checked_hyper, forget_scale, unscaling, verdict_of_device
+from .torch_shards import check_options, local, refuse_sharded
 from .torch_state import copied, go_on_from, take_momentum, take_over, with_factors
 from .torch_warnings import warn_unseen, warn_without_factors
 from .torch_wrappers import itself
@@ -194,6 +195,7 @@ class AdaFisher(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self._building = False
         compare_from_now_on(self)
+        check_options(self, where)
         unowned = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in self._owners]
         warn_without_factors(where, unowned)
         self._attach()
@@ -204,6 +206,7 @@ class AdaFisher(torch.optim.Optimizer):
         """Forget all that is derived from parameters, state and device."""
         self._kept_factors: Factors | None = None
         self._plan: Plan | None = None
+        self._mesh: tuple[Any, Any] | None = None  # that parameters are sharded over, and its process group
         self._taps: list[Any] = []
         self._gates: list[Any] = []  # those of them that open and close
         self._compiled = False  # layers of the model have been traced by torch.compile
@@ -237,7 +240,7 @@ class AdaFisher(torch.optim.Optimizer):
         return [p for p in every if p.requires_grad or p in self.state] or every
 
     def _devices(self) -> set[int | str]:
-        return {torch_view(p, "step", "model").device for p in self._trained()}
+        return {torch_view(local(p), "step", "model").device for p in self._trained()}
 
     @property
     def backend(self) -> str:
@@ -389,6 +392,7 @@ class AdaFisher(torch.optim.Optimizer):
         Raises:
             CafinError: a scalar has been set to what a step would refuse.
         """
+        refuse_sharded("curvature", self)
         return look(parts(self), self._factors, rates(self, "curvature"))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -469,6 +473,7 @@ class AdaFisher(torch.optim.Optimizer):
             meet(self)
         hypers = self._checked_hypers()  # before a new plan makes state
         if self.error_if_nonfinite:
+            check_options(self, "step")
             check_finite(self, loss_scale)
         plan = self._plan
         if plan is None or not plan.valid(self):

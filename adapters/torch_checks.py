@@ -11,6 +11,8 @@ from cafin_cupy.errors import CafinTypeError, refuse
 from cafin_cupy.nonfinite import raw_moments, refuse_nonfinite
 from cafin_cupy.precision import Precision, dtype_name
 
+from .torch_shards import check_shards, is_sharded, local
+
 if TYPE_CHECKING:
     from .torch import AdaFisher
 
@@ -23,14 +25,15 @@ def check_model(where: str, model: Any) -> None:
     named = list(model.named_parameters())
     if not named:
         refuse(where, "model", "have parameters", "none")
+    check_shards(where, model)
     for name, p in named:
-        if wraps_others(p):
+        if wraps_others(p) and not is_sharded(p):
             refuse_without_memory(p, where, f"model ({name})")
         if p.is_meta or (p.requires_grad and not p.is_floating_point()):
             rule = "have real floating-point parameters in memory"
             refuse(where, f"model ({name})", rule, f"{p.dtype} on {p.device}", "convert it first")
         if p.requires_grad or nn.parameter.is_lazy(p):
-            refuse_without_memory(p, where, f"model ({name})")
+            refuse_without_memory(local(p), where, f"model ({name})")
 
 
 def check_momenta(where: str, model: nn.Module, precision: Precision) -> None:

@@ -18,6 +18,7 @@ from cafin_cupy.factors import Factors
 from cafin_cupy.rule import at_least, whole
 
 from .torch_reduced import ReducedFactors, same_on_all_ranks, telling
+from .torch_shards import is_sharded, mesh_of, named_parameters, sharded, shards
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -30,9 +31,11 @@ CHUNK = 1 << 22  # elements whose bits are added up at a time
 def check_dist(where: str, given: Any, model: nn.Module) -> Any:
     """The argument `dist`, or a `CafinError`."""
     if given is None or isinstance(given, bool):
-        if given is False and (wrapped := replicated(model)) is not None and _size(wrapped.process_group) > 1:
-            got, mend = "False", "leave it out; the replicas would follow different factors and drift apart"
-            refuse(where, "dist", "not be False for a model in DistributedDataParallel", got, mend)
+        wrapped, mesh = replicated(model), sharded(model.parameters())
+        size = mesh.size() if mesh is not None else _size(wrapped.process_group) if wrapped is not None else 1
+        if given is False and size > 1:
+            got, mend = "False", "leave it out; the ranks would follow different factors and drift apart"
+            refuse(where, "dist", "not be False in DistributedDataParallel or fully_shard", got, mend)
         return given
     if not dist.is_available() or not isinstance(given, dist.ProcessGroup):
         rule = "be None, True, False or a process group that this rank is in"
@@ -91,8 +94,28 @@ def group_of(optimizer: AdaFisher) -> Any:
                 )
             return None
         wrapped = replicated(optimizer.model)
-        given = dist.group.WORLD if wrapped is None else wrapped.process_group
+        given = _group_of_mesh(optimizer) if wrapped is None else wrapped.process_group
     return given if _size(given) > 1 else None
+
+
+def _group_of_mesh(optimizer: AdaFisher) -> Any:
+    """The ranks that parameters are sharded over, all of which share the batch. A mesh makes another object of its
+    group each time, so the first is kept."""
+    mesh = mesh_of(optimizer)
+    if optimizer._mesh is None or optimizer._mesh[0] is not mesh:
+        optimizer._mesh = mesh, _group_in(mesh)
+    return optimizer._mesh[1] if mesh is not None else dist.group.WORLD
+
+
+def _group_in(mesh: Any) -> Any:
+    if mesh is None or mesh.size() == dist.get_world_size():
+        return dist.group.WORLD
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    raise BackendError(
+        f"step: a mesh of several dimensions must hold all {dist.get_world_size()} ranks, got {mesh.size()}; pass "
+        "dist=torch.distributed.new_group(ranks of the mesh)"
+    )
 
 
 def over_ranks(optimizer: AdaFisher, factors: Factors) -> Factors:
@@ -131,12 +154,13 @@ def _refuse_join(optimizer: AdaFisher) -> None:
 
 def attach_to_root(optimizer: AdaFisher) -> Iterator[Any]:
     """A hook on the wrapper whose backward all ranks run: at its end the collective is started."""
-    if isinstance(optimizer.model, DistributedDataParallel) and group_of(optimizer) is not None:
+    wraps = isinstance(optimizer.model, DistributedDataParallel) or shards(optimizer.model)
+    if wraps and group_of(optimizer) is not None:
         yield optimizer.model.register_forward_hook(_Root(optimizer))
 
 
 class _Root:
-    """Forward hook of `DistributedDataParallel`."""
+    """Forward hook of a model in `DistributedDataParallel`, or of one that `fully_shard` was called on."""
 
     def __init__(self, optimizer: AdaFisher | None = None) -> None:
         self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
@@ -145,7 +169,7 @@ class _Root:
     def __call__(self, module: Any, args: Any, output: Any) -> None:
         if self._optimizer() is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        arrived = partial(self._arrived, bool(module.require_backward_grad_sync))
+        arrived = partial(self._arrived, bool(getattr(module, "require_backward_grad_sync", True)))
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(arrived)
@@ -164,9 +188,9 @@ class _Root:
         optimizer = self._optimizer()
         if optimizer is None or not optimizer.samples or not isinstance(optimizer._factors, ReducedFactors):
             return
-        if last:
+        if last and _has_gradients(optimizer):
             optimizer._factors.start()
-        else:  # within no_sync()
+        else:  # within no_sync(), or set_requires_gradient_sync(False), which leaves no gradients yet
             optimizer._factors.follow()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Root:
@@ -174,6 +198,10 @@ class _Root:
 
     def __reduce__(self) -> tuple[type[_Root], tuple[()]]:
         return _Root, ()
+
+
+def _has_gradients(optimizer: AdaFisher) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 # Whether they agree
@@ -219,9 +247,11 @@ def compare_ranks(optimizer: AdaFisher, group: Any) -> None:
 
 
 def _state(optimizer: AdaFisher) -> Iterator[tuple[str, Tensor]]:
-    names = {id(p): name for name, p in optimizer.model.named_parameters()}
+    names = {id(p): name for name, p in named_parameters(optimizer.model)}
     for group in optimizer.param_groups:
         for p in group["params"]:
+            if is_sharded(p):  # others hold other parts
+                continue
             name = names.get(id(p), "params")
             yield f"parameter {name}", p
             for key, value in optimizer.state.get(p, {}).items():

@@ -39,7 +39,7 @@ class CudaFactors(Factors):
 
     def __init__(self, layers: Sequence[Layer], averaging: Averaging, device: int) -> None:
         for layer in layers:
-            v = view(layer.weight, type(layer).__name__, "weight")
+            v = view(layer.home, type(layer).__name__, "weight")
             if v.dtype == "float64" or v.device != device:  # a frozen weight may be of half precision
                 rule, got = f"be float32 on cuda:{device}", f"{v.dtype} on {v.device}"
                 refuse("AdaFisher", f"weight of {layer.label}", rule, got, "convert it, or use backend='reference'")

@@ -51,18 +51,18 @@ class Factors:
         self.skipped = [self._zero(layer) for layer in self.layers]
 
     def _ones(self, layer: Layer, size: int) -> Any:
-        weight = known(layer.weight, type(layer).__name__, "weight")
+        weight = known(layer.home, type(layer).__name__, "weight")
         xp = array_namespace(weight)
         dtype = xp.float64 if self.averaging.normalize == "after" else _precision(weight)
         return xp.ones((size,), dtype=dtype, device=device(weight))
 
     def _zero(self, layer: Layer) -> Any:
-        weight = known(layer.weight, type(layer).__name__, "weight")
+        weight = known(layer.home, type(layer).__name__, "weight")
         xp = array_namespace(weight)
         return xp.zeros((1,), dtype=xp.int64, device=device(weight))
 
     def _effective(self, layer: Layer, F: Any) -> Any:
-        dtype = _precision(known(layer.weight, type(layer).__name__, "weight"))
+        dtype = _precision(known(layer.home, type(layer).__name__, "weight"))
         return array_namespace(F).astype(reference.effective(F, self.averaging), dtype)
 
     def of_weight(self, index: int) -> tuple[Any, Any]:

@@ -48,7 +48,7 @@ def make_factors(
     first, *others = sorted(map(int, devices))
     if not others:
         return CudaFactors(layers, averaging, first)
-    at = [view(layer.weight, type(layer).__name__, "weight").device for layer in layers]
+    at = [view(layer.home, type(layer).__name__, "weight").device for layer in layers]
     places = {device: [k for k, d in enumerate(at) if d == device] for device in (first, *others)}
     places[first] += [k for k, d in enumerate(at) if d not in places]  # which it will refuse
     shares = [(mine, CudaFactors([layers[k] for k in mine], averaging, device)) for device, mine in places.items()]

@@ -355,7 +355,7 @@ def check_other_models_are_refused(rank: int, ranks: int) -> None:
 
 def check_what_cannot_be_served_is_refused(rank: int, ranks: int) -> None:
     model = replica(mlp("cpu"))
-    with pytest.raises(CafinError, match="`dist` must not be False for a model in DistributedDataParallel"):
+    with pytest.raises(CafinError, match="`dist` must not be False in DistributedDataParallel or fully_shard"):
         AdaFisher(model, dist=False)
     optimizer = AdaFisher(model, TCov=1)
     with model.join():

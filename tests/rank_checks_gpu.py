@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from rank_checks import assert_law, counted, loss_of, train
+from shard_checks import assert_law as assert_sharded_law
+from shard_checks import sharded
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_helpers import exact_float32, images, net, rows
@@ -26,6 +28,15 @@ def check_law(rank: int, ranks: int) -> None:
             assert got.backend == "cuda"
             alone = train(AdaFisher(net(device, norm=False), TCov=2, dist=False), batches, 0, 1)
             assert_law(got, alone, 1e-5)  # float32, five steps
+
+
+def check_fully_shard(rank: int, ranks: int) -> None:
+    """The update runs on each rank's part, by the kernels; parts of some ranks are smaller."""
+    device, batches = f"cuda:{rank}", [x.to(f"cuda:{rank}") for x in images("cpu", *[12] * 5)]
+    with exact_float32():
+        got = train(AdaFisher(sharded(net(device, norm=False)), TCov=2), batches, rank, ranks)
+        assert got.backend == "cuda"
+        assert_sharded_law(got, train(AdaFisher(net(device, norm=False), TCov=2, dist=False), batches, 0, 1), 1e-5)
 
 
 def check_unsampled_steps_wait_for_nothing_and_send_nothing(rank: int, ranks: int) -> None:

@@ -112,6 +112,12 @@ class Layer:
         return self.name or type(self).__name__
 
     @property
+    def home(self) -> Any:
+        """The array beside which the factors lie, and whose precision they have: the weight, or this process's part of
+        one that several processes hold."""
+        return self.weight.to_local() if hasattr(self.weight, "to_local") else self.weight
+
+    @property
     def shape(self) -> Shape:
         """The weight's shape."""
         return tuple(int(n) for n in self.weight.shape)
