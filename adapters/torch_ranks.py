@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -169,12 +168,13 @@ class _Root:
     def __call__(self, module: Any, args: Any, output: Any) -> None:
         if self._optimizer() is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        arrived = partial(self._arrived, bool(getattr(module, "require_backward_grad_sync", True)))
+        if not getattr(module, "require_backward_grad_sync", True):  # within no_sync()
+            return
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(arrived)
+                leaf.register_hook(self._arrived)
 
-    def _arrived(self, last: bool, s: Tensor) -> None:
+    def _arrived(self, s: Tensor) -> None:
         """A backward pass begins. Whatever it queues by then comes before us, the wrapper's own collectives too: all
         ranks have the same order of collectives, whichever layers they use."""
         number = _backward_number()
@@ -182,16 +182,14 @@ class _Root:
             return
         self._number = number
         queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(partial(self._over, last)))
+        queue(lambda: queue(self._over))
 
-    def _over(self, last: bool) -> None:
+    def _over(self) -> None:
         optimizer = self._optimizer()
         if optimizer is None or not optimizer.samples or not isinstance(optimizer._factors, ReducedFactors):
             return
-        if last and _has_gradients(optimizer):
+        if _has_gradients(optimizer):  # none yet with set_requires_gradient_sync(False)
             optimizer._factors.start()
-        else:  # within no_sync(), or set_requires_gradient_sync(False), which leaves no gradients yet
-            optimizer._factors.follow()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Root:
         return _Root()

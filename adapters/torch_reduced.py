@@ -65,7 +65,6 @@ class ReducedFactors(Factors):
 
     def _forget(self) -> None:
         self._flight: _Flight | None = None
-        self._behind = False  # a backward pass has come after the collective was started
         self._total: dict[int, RawSums] | None = None  # of all ranks
         self._taken = False  # `own` has them
 
@@ -132,17 +131,14 @@ class ReducedFactors(Factors):
         return complete
 
     def start(self) -> None:
-        """From the end of a backward pass that all ranks have run: begin to add up what they have seen. If another one
-        follows before the step, its sums are added later."""
+        """From the end of a backward pass that all ranks have run, and whose gradients are averaged: begin to add up
+        what they have seen since the last one. What is seen behind the last one does not count, nor do its gradients,
+        which nobody averages."""
         if self._flight is not None:
             self._land()
         local = dict(self.own.sums())
         self.own.discard()
-        self._flight, self._behind = self._send(local), False
-
-    def follow(self) -> None:
-        """From a backward pass that all ranks have run and that does not start a collective, as others will follow."""
-        self._behind = True
+        self._flight = self._send(local)
 
     def _reduce(self) -> None:
         """Wait for the sums of all ranks, once a step. All ranks start equally many collectives: that is decided by
@@ -151,7 +147,7 @@ class ReducedFactors(Factors):
             return
         if self._flight is not None:
             self._land()
-        if self._total is None or self._behind:
+        if self._total is None:
             self.start()
             self._land()
         self.own.take(sorted((self._total or {}).items()))
