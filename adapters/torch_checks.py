@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def check_model(where: str, model: Any) -> None:
     """Refuse what is no module, or one whose parameters cannot be trained."""
     if not isinstance(model, nn.Module):
-        mend = "pass the model itself, not model.parameters()"
+        mend = "pass the model itself, not model.parameters(); in place of ZeroRedundancyOptimizer use fully_shard"
         refuse(where, "model", "be a torch.nn.Module", type(model).__name__, mend, CafinTypeError)
     named = list(model.named_parameters())
     if not named:

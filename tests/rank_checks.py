@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -34,7 +35,7 @@ def replica(model: nn.Module, **options: Any) -> Any:
 
 
 def plain(found: dict[str, Any]) -> dict[str, Any]:
-    return {name.replace("module.", ""): value for name, value in found.items()}
+    return {name.replace("module.", "").replace("_orig_mod.", ""): value for name, value in found.items()}
 
 
 def assert_law(got: AdaFisher, alone: AdaFisher, tolerance: float) -> None:
@@ -106,6 +107,16 @@ def check_static_graph_and_unused_parameters(rank: int, ranks: int) -> None:
     for option in ("static_graph", "find_unused_parameters"):
         model = replica(mlp("cpu").double(), **{option: True})
         assert_law(train(AdaFisher(model, TCov=2), batches, rank, ranks), alone, 1e-12)
+
+
+def check_compiled(rank: int, ranks: int) -> None:
+    """Within the wrapper, where its hook starts the collective in backward, and around it."""
+    batches = [x.double() for x in rows("cpu", 3, WHOLE)]
+    alone = train(AdaFisher(mlp("cpu").double(), TCov=2, dist=False), batches, 0, 1)
+    inner = replica(torch.compile(mlp("cpu").double(), backend="aot_eager"))
+    assert_law(train(AdaFisher(inner, TCov=2), batches, rank, ranks), alone, 1e-12)
+    outer = torch.compile(replica(mlp("cpu").double()), backend="aot_eager")
+    assert_law(train(AdaFisher(outer, TCov=2), batches, rank, ranks), alone, 1e-12)
 
 
 def check_accumulation(rank: int, ranks: int) -> None:
@@ -216,6 +227,7 @@ def check_a_layer_on_one_rank(rank: int, ranks: int) -> None:
         torch.manual_seed(1)
         return Choice(ranks).double()
 
+    warnings.simplefilter("error")  # a layer that another rank has seen is not called unseen
     got = AdaFisher(replica(made(), find_unused_parameters=True), TCov=1)
     alone = AdaFisher(made(), TCov=1, dist=False)
     for x in rows("cpu", 3, 4 * ranks):

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
+
 PATIENCE = 60.0  # seconds that a rank waits for the others, which may have failed a check
 Check = Callable[[int, int], None]
 
@@ -82,7 +84,7 @@ def main(module: str, folder: str, rank: int, ranks: int) -> None:
             torch.manual_seed(0)
             check(rank, ranks)
             results[name] = ""
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             results[name] = traceback.format_exc()
         distributed.destroy_process_group()
     Path(folder, f"{rank}.json").write_text(json.dumps(results))

@@ -65,6 +65,14 @@ def check_law(rank: int, ranks: int) -> None:
             assert momentum.placements == (Shard(0),) and momentum.to_local().shape[0] == -(-8 // ranks)
 
 
+def check_compiled(rank: int, ranks: int) -> None:
+    batches = [x.double() for x in rows("cpu", 3, WHOLE)]
+    alone = train(AdaFisher(mlp("cpu").double(), TCov=2, dist=False), batches, 0, 1)
+    model = sharded(mlp("cpu").double())
+    model.compile(backend="aot_eager")
+    assert_law(train(AdaFisher(model, TCov=2), batches, rank, ranks), alone)
+
+
 def check_more_ranks_than_rows(rank: int, ranks: int) -> None:
     """Some hold nothing of a parameter; and parameters that no layer owns."""
 

@@ -55,16 +55,24 @@ def test_example_of_groups_without_decay():
     assert len(first["params"]) == 4 and first["weight_decay"] == 0.0
 
 
-def test_example_of_several_processes(tmp_path):
-    code = block("init_process_group") + "\nimport os\ntorch.save(optimizer.state_dict(), os.environ['RANK'])\n"
+@pytest.mark.parametrize(
+    ("mark", "steps"), [("init_process_group", 20), ("from accelerate import", 5), ("from transformers import", 20)]
+)
+def test_examples_on_two_ranks(mark, steps, tmp_path):
+    """That of several processes, and trainers, which find them by themselves: all ranks end with the same bits."""
+    for package in ("accelerate", "transformers"):
+        if package in mark:
+            pytest.importorskip(package)
+    code = block(mark) + "\nimport os\ntorch.save(optimizer.state_dict(), os.environ['RANK'])\n"
     (tmp_path / "script.py").write_text(code)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     paths = os.pathsep.join([str(README.parent), *sys.path])
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launcher, "script.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    ours = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    command, env = [*launcher, "script.py"], {**os.environ, **ours}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     first, second = (torch.load(tmp_path / rank, weights_only=True) for rank in "01")
-    assert first["steps"] == 20
+    assert first["steps"] == steps
     assert_equal_trees(first, second)
 
 
