@@ -206,7 +206,6 @@ class AdaFisher(torch.optim.Optimizer):
         """Forget all that is derived from parameters, state and device."""
         self._kept_factors: Factors | None = None
         self._plan: Plan | None = None
-        self._mesh: tuple[Any, Any] | None = None  # that parameters are sharded over, and its process group
         self._taps: list[Any] = []
         self._gates: list[Any] = []  # those of them that open and close
         self._compiled = False  # layers of the model have been traced by torch.compile

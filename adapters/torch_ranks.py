@@ -93,20 +93,12 @@ def group_of(optimizer: AdaFisher) -> Any:
                 )
             return None
         wrapped = replicated(optimizer.model)
-        given = _group_of_mesh(optimizer) if wrapped is None else wrapped.process_group
+        given = _group_of_mesh(mesh_of(optimizer)) if wrapped is None else wrapped.process_group
     return given if _size(given) > 1 else None
 
 
-def _group_of_mesh(optimizer: AdaFisher) -> Any:
-    """The ranks that parameters are sharded over, all of which share the batch. A mesh makes another object of its
-    group each time, so the first is kept."""
-    mesh = mesh_of(optimizer)
-    if optimizer._mesh is None or optimizer._mesh[0] is not mesh:
-        optimizer._mesh = mesh, _group_in(mesh)
-    return optimizer._mesh[1] if mesh is not None else dist.group.WORLD
-
-
-def _group_in(mesh: Any) -> Any:
+def _group_of_mesh(mesh: Any) -> Any:
+    """The ranks that parameters are sharded over, all of which share the batch; all ranks where they are not."""
     if mesh is None or mesh.size() == dist.get_world_size():
         return dist.group.WORLD
     if mesh.ndim == 1:
@@ -166,8 +158,10 @@ class _Root:
         self._number = -1
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
-        if self._optimizer() is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        optimizer = self._optimizer()
+        if optimizer is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
+        _refuse_join(optimizer)
         if not getattr(module, "require_backward_grad_sync", True):  # within no_sync()
             return
         for leaf in tree_leaves(output):
@@ -175,20 +169,19 @@ class _Root:
                 leaf.register_hook(self._arrived)
 
     def _arrived(self, s: Tensor) -> None:
-        """A backward pass begins. Whatever it queues by then comes before us, the wrapper's own collectives too: all
-        ranks have the same order of collectives, whichever layers they use."""
+        """A backward pass begins, on all ranks alike, whichever layers they use: so they have the same order of
+        collectives."""
         number = _backward_number()
         if number in (-1, self._number):
             return
         self._number = number
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-        queue(lambda: queue(self._over))
+        torch.autograd.Variable._execution_engine.queue_callback(self._over)
 
     def _over(self) -> None:
         optimizer = self._optimizer()
         if optimizer is None or not optimizer.samples or not isinstance(optimizer._factors, ReducedFactors):
             return
-        if _has_gradients(optimizer):  # none yet with set_requires_gradient_sync(False)
+        if replicated(optimizer.model) is not None or _has_gradients(optimizer):
             optimizer._factors.start()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Root:
@@ -199,6 +192,7 @@ class _Root:
 
 
 def _has_gradients(optimizer: AdaFisher) -> bool:
+    """False of sharded parameters whose gradients wait to be averaged, with `set_requires_gradient_sync(False)`."""
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
