@@ -16,30 +16,36 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from .torch_attention import Watch
     from .torch_layers import Tap
 
 # True if PyTorch takes a hook on a tensor into a graph, as 2.13 does. Older ones break the graph at each layer, and the
 # hook runs there as it does without a compiler.
 FOLLOWS = find_spec("torch._higher_order_ops.register_hook") is not None
 _numbers = count()
-_taps: WeakValueDictionary[str, Tap] = WeakValueDictionary()
-_ORDER = torch.zeros(1)  # which the operation is said to change, so that no compiler drops it or moves it past another
+_hooks: WeakValueDictionary[str, Any] = WeakValueDictionary()
+# The operations are said to change it, so that no compiler drops one or moves it past another.
+ORDER = torch.zeros(1)
 
 _exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 _transforming = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
-def key_of(tap: Tap) -> str:
-    """What graphs call this tap by: they hold no objects. A number might count as one that varies."""
+def key_of(tap: Tap | Watch) -> str:
+    """What graphs call this hook by: they hold no objects. A number might count as one that varies."""
     key = f"tap {next(_numbers)}"
-    _taps[key] = tap
+    _hooks[key] = tap
     return key
+
+
+def hook_of(key: str) -> Any:
+    return _hooks[key]
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[attr-defined,misc,untyped-decorator]
 def _enters(key: str) -> bool:
     """Runs when Dynamo traces a layer: True if its gradients are wanted. From then on the optimizer's hooks stay."""
-    tap = _taps[key]
+    tap = _hooks[key]
     optimizer = tap._optimizer()
     if optimizer is None:
         return False
@@ -47,31 +53,44 @@ def _enters(key: str) -> bool:
     return tap.trains and not _transforming()
 
 
+def wanted(tap: Tap | Watch) -> bool:
+    """What Dynamo traces of a hook first: True if the graph will hold more of it."""
+    if _exporting():
+        return False
+    key = tap.key + ""  # Dynamo takes it for a constant once something has been done with it
+    return _enters(key) and tap.open and torch.is_grad_enabled()
+
+
 def trace(tap: Tap, module: Any, args: Any, kwargs: Any, output: Any) -> None:
     """What Dynamo traces of a layer's forward hook."""
-    if _exporting():
-        return
-    key = tap.key + ""  # Dynamo takes it for a constant once something has been done with it
-    if not _enters(key) or not tap.open or not torch.is_grad_enabled():
+    if not wanted(tap):
         return
     h, out = tap.kind.take(module, args, kwargs, output)
     if not isinstance(h, Tensor) or not isinstance(out, Tensor) or not out.requires_grad:
         return
     kept = h.detach().clone()  # the compiler keeps `h` itself where nothing overwrites it
-    order = _ORDER
+    order, key = ORDER, tap.key + ""
     out.register_hook(lambda s: receive(order, kept, s, key))
+
+
+def receiver(key: str) -> tuple[Any, Any, Any] | None:
+    """(tap, optimizer, module) that a running graph means; None if its gradients count for nothing now."""
+    tap = _hooks.get(key)
+    if tap is None or not tap.open:
+        return None
+    optimizer, module = tap._optimizer(), tap._module()
+    if optimizer is None or module is None or not (module.training or optimizer.model.training):
+        return None
+    optimizer.prepare()
+    return tap, optimizer, module
 
 
 @torch.library.custom_op("cafin_cupy::receive", mutates_args=("order",))
 def receive(order: Tensor, h: Tensor, s: Tensor, key: str) -> None:
     """From a compiled backward pass: a layer's input and output gradient, read at once, as their memory is reused."""
-    tap = _taps.get(key)
-    optimizer = tap._optimizer() if tap is not None else None
-    module = tap._module() if tap is not None else None
-    if tap is None or optimizer is None or module is None or not tap.open:
-        return
-    if module.training or optimizer.model.training:
-        optimizer.prepare()
+    found = receiver(key)
+    if found is not None:
+        tap, optimizer, module = found
         optimizer._receive(tap.index, *tap.kind.arrange(module, h, s), tap.layer, at_once=True)
 
 
