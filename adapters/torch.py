@@ -83,9 +83,9 @@ class AdaFisher(torch.optim.Optimizer):
         TCov: the factors are refreshed on every TCov-th step, the first among them.
         weight_decay: >= 0.
         dist: whose curvature the factors follow: None for that of all ranks that train together, which are those of a
-            model in `DistributedDataParallel`, else of the default process group if there is one; True for the same,
-            and a step without a process group is refused; a process group; False for this process alone. The script,
-            or the wrapper, averages the gradients.
+            model in `DistributedDataParallel` or `fully_shard`, else of the default process group if there is one; True
+            for the same; a process group; False for this process alone. The script, or the wrapper, averages the
+            gradients.
         gradient_divide_factor: what the sum of the ranks' gradients is divided by; None for the number of ranks, as
             wrappers do. 1.0 for a communication hook that adds gradients up.
         check_every: compare a hash of parameters, momenta and factors over the ranks on every so many steps, and raise

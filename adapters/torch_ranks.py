@@ -86,11 +86,6 @@ def group_of(optimizer: AdaFisher) -> Any:
         given = given.group
     else:
         if not dist.is_initialized():
-            if given is True:
-                raise BackendError(
-                    "step: a process group must be there with dist=True, got none; call "
-                    "torch.distributed.init_process_group() first, or leave dist out"
-                )
             return None
         wrapped = replicated(optimizer.model)
         given = _group_of_mesh(mesh_of(optimizer)) if wrapped is None else wrapped.process_group
