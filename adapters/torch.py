@@ -470,7 +470,8 @@ class AdaFisher(torch.optim.Optimizer):
                 self._factors.discard()
                 return loss
             grad_scale, loss_scale = scales
-        if self.samples:
+        sampled = self.samples
+        if sampled:
             meet(self)
         hypers = self._checked_hypers()  # before a new plan makes state
         if self.error_if_nonfinite:
@@ -485,7 +486,7 @@ class AdaFisher(torch.optim.Optimizer):
             self._captured.append(plan)  # a replay reads its tables
             plan.expect_capture()
         grads = plan.gradients()
-        refresh = self._refresh(hypers, loss_scale) if self.samples else None
+        refresh = self._refresh(hypers, loss_scale) if sampled else None
         plan.update(self, hypers, grads, grad_scale, refresh, capturing, verdict)
         return loss
 
