@@ -35,14 +35,24 @@ except ImportError:  # internal to torch, so they may go: then every step looks 
 
 from .torch_attention import attach_to_attention
 from .torch_capture import RUN_FIRST, CapturedIteration, check_capture
-from .torch_checks import check_finite, check_model, check_momenta, check_ranks
+from .torch_checks import check_finite, check_model, check_momenta
 from .torch_groups import Group, check_arguments, groups_of
 from .torch_joining import join
 from .torch_kinds import register_layer, unregister_layer
 from .torch_layers import attach, find_layers
 from .torch_parts import parts, rates
 from .torch_plan import Plan
+from .torch_ranks import (
+    attach_to_root,
+    check_dist,
+    check_divide_factor,
+    check_every_of,
+    compare_from_now_on,
+    meet,
+    over_ranks,
+)
 from .torch_scalars import checked_hyper, forget_scale, unscaling, verdict_of_device
+from .torch_shards import check_options, local, refuse_sharded
 from .torch_state import copied, go_on_from, take_momentum, take_over, with_factors
 from .torch_warnings import warn_unseen, warn_without_factors
 from .torch_wrappers import itself
@@ -72,7 +82,14 @@ class AdaFisher(torch.optim.Optimizer):
         gamma: decay of the factors, in [0, 1].
         TCov: the factors are refreshed on every TCov-th step, the first among them.
         weight_decay: >= 0.
-        dist: accepted for compatibility; factors are not yet reduced over ranks, so several ranks are refused.
+        dist: whose curvature the factors follow: None for that of all ranks that train together, which are those of a
+            model in `DistributedDataParallel` or `fully_shard`, else of the default process group if there is one; True
+            for the same; a process group; False for this process alone. The script, or the wrapper, averages the
+            gradients.
+        gradient_divide_factor: what the sum of the ranks' gradients is divided by; None for the number of ranks, as
+            wrappers do. 1.0 for a communication hook that adds gradients up.
+        check_every: compare a hash of parameters, momenta and factors over the ranks on every so many steps, and raise
+            a CafinError that names the first that differs; None for never. It waits for the device.
         averaging: "parity" (the public implementation's rule), "paper", or an `Averaging`.
         backend: "cuda", "reference", or None to choose by the parameters' device.
         capturable: `step` may be captured in a CUDA graph (see `capture`): counters and scalars then live on the
@@ -107,6 +124,9 @@ class AdaFisher(torch.optim.Optimizer):
     _decoupled = False
     _precision = Precision()  # of optimizers that were pickled without
     _seed = 0
+    _dist: Any = None
+    _divide_factor: float | None = None
+    _check_every: int | None = None
     _building = False  # torch's constructor is adding the groups
     _loading: Any = None  # the `Checkpoint` that load_state_dict is about to take over
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and the inf verdict to `step`
@@ -120,7 +140,7 @@ class AdaFisher(torch.optim.Optimizer):
         gamma: float = DEFAULT_GAMMA,
         TCov: int = 100,
         weight_decay: float = 0,
-        dist: bool = False,
+        dist: Any = None,
         *,
         averaging: str | Averaging = "parity",
         backend: str | None = None,
@@ -136,6 +156,8 @@ class AdaFisher(torch.optim.Optimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
         differentiable: bool = False,
+        gradient_divide_factor: float | None = None,
+        check_every: int | None = None,
         **others: Any,
     ) -> None:
         where = type(self).__name__
@@ -151,6 +173,9 @@ class AdaFisher(torch.optim.Optimizer):
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             refuse(where, "grad_scaler", "be a GradScaler", type(grad_scaler).__name__, kind=CafinTypeError)
         requested(backend, where)
+        self._dist = check_dist(where, dist, model)
+        self._divide_factor = check_divide_factor(where, gradient_divide_factor)
+        self._check_every = check_every_of(where, check_every)
         self.TCov = TCov
         self.averaging = Averaging.named(averaging, gamma)
         self.model = model
@@ -165,11 +190,12 @@ class AdaFisher(torch.optim.Optimizer):
         groups = groups_of(where, model, param_groups)
         for number, group in enumerate(groups):
             checked_hyper(self, where, {**defaults, **group}, f"param_groups[{number}]['{{}}']")
-        check_ranks(where)
         self._find_layers()
         self._building = True
         super().__init__(groups, defaults)
         self._building = False
+        compare_from_now_on(self)
+        check_options(self, where)
         unowned = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in self._owners]
         warn_without_factors(where, unowned)
         self._attach()
@@ -203,7 +229,7 @@ class AdaFisher(torch.optim.Optimizer):
         """The factors, made when first needed, on the device where the model is by then."""
         kept = self._kept_factors
         if kept is None:
-            kept = make_factors(self._layers, self.averaging, self.backend, self._devices())
+            kept = over_ranks(self, make_factors(self._layers, self.averaging, self.backend, self._devices()))
             itself(self)._kept_factors = kept
         return kept
 
@@ -213,7 +239,7 @@ class AdaFisher(torch.optim.Optimizer):
         return [p for p in every if p.requires_grad or p in self.state] or every
 
     def _devices(self) -> set[int | str]:
-        return {torch_view(p, "step", "model").device for p in self._trained()}
+        return {torch_view(local(p), "step", "model").device for p in self._trained()}
 
     @property
     def backend(self) -> str:
@@ -293,7 +319,7 @@ class AdaFisher(torch.optim.Optimizer):
             if not wanted:
                 self._detach()
             elif not self._taps:
-                for handle in chain(attach(self), attach_to_attention(self)):
+                for handle in chain(attach(self), attach_to_attention(self), attach_to_root(self)):
                     self._taps.append(handle)
             for tap in self._gates:
                 tap.open = sampled
@@ -365,6 +391,7 @@ class AdaFisher(torch.optim.Optimizer):
         Raises:
             CafinError: a scalar has been set to what a step would refuse.
         """
+        refuse_sharded("curvature", self)
         return look(parts(self), self._factors, rates(self, "curvature"))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -443,8 +470,12 @@ class AdaFisher(torch.optim.Optimizer):
                 self._factors.discard()
                 return loss
             grad_scale, loss_scale = scales
+        sampled = self.samples
+        if sampled:
+            meet(self)
         hypers = self._checked_hypers()  # before a new plan makes state
         if self.error_if_nonfinite:
+            check_options(self, "step")
             check_finite(self, loss_scale)
         plan = self._plan
         if plan is None:
@@ -455,7 +486,7 @@ class AdaFisher(torch.optim.Optimizer):
             self._captured.append(plan)  # a replay reads its tables
             plan.expect_capture()
         grads = plan.gradients()
-        refresh = self._refresh(hypers, loss_scale) if self.samples else None
+        refresh = self._refresh(hypers, loss_scale) if sampled else None
         plan.update(self, hypers, grads, grad_scale, refresh, capturing, verdict)
         return loss
 
@@ -496,7 +527,6 @@ class AdaFisher(torch.optim.Optimizer):
 
     def _refresh(self, hypers: list[Hyper], loss_scale: float) -> Callable[[], None] | None:
         """See `Factors.ready`."""
-        check_ranks("step")
         unseen = [
             name for name, _, index, layer in self._modules if index not in self._seen and layer.weight.grad is not None
         ]

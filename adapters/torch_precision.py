@@ -12,6 +12,8 @@ from cafin_cupy.arrays import View, torch_view
 from cafin_cupy.errors import refuse
 from cafin_cupy.precision import Precision, dtype_name, momenta_of
 
+from .torch_shards import local
+
 if TYPE_CHECKING:
     from .torch import AdaFisher
 
@@ -61,8 +63,8 @@ def written_state(
         for kind, key in kinds:
             if state.get(key) is not None:
                 called = f"{kind} of {name(p)}"
-                v = torch_view(state[key], "step", called)
-                if v.strides == p.stride():
+                v = torch_view(local(state[key]), "step", called)
+                if v.strides == local(p).stride():
                     written.append((called, v))
     return written
 

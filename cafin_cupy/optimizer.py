@@ -45,7 +45,7 @@ def make_factors(
         return ReferenceFactors(layers, averaging)
     from .cuda_factors import CudaFactors
 
-    at = [view(layer.weight, type(layer).__name__, "weight").device for layer in layers]
+    at = [view(layer.home, type(layer).__name__, "weight").device for layer in layers]
     # A layer that does not train may lie where nothing trains.
     first, *others = sorted({*map(int, devices), *(d for d in at if not isinstance(d, str))})
     if not others:
