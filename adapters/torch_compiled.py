@@ -57,8 +57,17 @@ def trace(tap: Tap, module: Any, args: Any, kwargs: Any, output: Any) -> None:
     h, out = tap.kind.take(module, args, kwargs, output)
     if not isinstance(h, Tensor) or not isinstance(out, Tensor) or not out.requires_grad:
         return
+    watch(_ORDER, h, out, key)
+
+
+@torch.compiler.allow_in_graph
+def watch(order: Tensor, h: Tensor, out: Tensor, key: str) -> None:
+    """Call `receive` with `h` and the gradient of `out` once that is known.
+
+    One node of Dynamo's graph, behind which the compiler looks, not Dynamo: where Dynamo takes `register_hook` apart by
+    itself (2.13), it forgets what the forward then does to objects that it has changed before.
+    """
     kept = h.detach().clone()  # the compiler keeps `h` itself where nothing overwrites it
-    order = _ORDER
     out.register_hook(lambda s: receive(order, kept, s, key))
 
 

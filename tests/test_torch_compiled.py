@@ -112,7 +112,7 @@ def test_an_unsampled_graph_holds_nothing_of_ours(device: str) -> None:
     seen: list[tuple[bool, str]] = []
 
     def backend(module: Any, inputs: Any) -> Any:
-        seen.append((optimizer.samples, "receive" in module.print_readable(print_output=False)))
+        seen.append((optimizer.samples, "torch_compiled_watch" in module.print_readable(print_output=False)))
         return module.forward
 
     optimizer = AdaFisher(mlp(device), TCov=3)
@@ -232,6 +232,32 @@ def test_a_model_that_ran_compiled_before_is_warned_of(device: str) -> None:
         warnings.simplefilter("error", UserWarning)
         compiled_run(optimizer, compiled, rows(device, 1))
     assert not any(torch.equal(before[f"H of {name}"], H) for name, (H, _) in optimizer.factors().items())
+
+
+class Remembering(nn.Module):
+    """Changes an object ahead of its layer and behind it, as models of transformers do with their `config`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(5, 3)
+        self.calls, self.kind = 0, ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.fc(x)
+        if not self.kind:
+            self.kind = "doubled"
+        return 2 * y if self.kind == "doubled" else y
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_forward_does_to_objects_is_done(backend: str, device: str) -> None:
+    x = rows(device, 1)[0]
+    optimizer = AdaFisher(Remembering().to(device), TCov=1)
+    model = optimizer.model
+    y = torch.compile(model, backend=backend, fullgraph=True)(x)
+    assert (model.calls, model.kind) == (1, "doubled")
+    near(y, 2 * model.fc(x))
 
 
 def test_an_exported_model_is_no_business_of_the_optimizer() -> None:
