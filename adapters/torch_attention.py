@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from cafin_cupy.layers import SummedLinear
 
-from .torch_layers import Tap, counts, transforming
+from .torch_internals import transforming
+from .torch_layers import Tap, counts
 
 PARTS = 3  # of in_proj: query, key, value
 _PLAIN = (Tensor, nn.Parameter)

@@ -15,6 +15,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from .torch_internals import exporting, transforming
+
 if TYPE_CHECKING:
     from .torch_layers import Tap
 
@@ -25,9 +27,6 @@ _numbers = count()
 _taps: WeakValueDictionary[str, Tap] = WeakValueDictionary()
 _ORDER = torch.zeros(1)  # which the operation is said to change, so that no compiler drops it or moves it past another
 
-_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
-_transforming = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-
 
 def key_of(tap: Tap) -> str:
     """What graphs call this tap by: they hold no objects. A number might count as one that varies."""
@@ -36,7 +35,7 @@ def key_of(tap: Tap) -> str:
     return key
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[attr-defined,misc,untyped-decorator]
+@torch.compiler.assume_constant_result
 def _enters(key: str) -> bool:
     """Runs when Dynamo traces a layer: True if its gradients are wanted. From then on the optimizer's hooks stay."""
     tap = _taps[key]
@@ -44,12 +43,12 @@ def _enters(key: str) -> bool:
     if optimizer is None:
         return False
     optimizer._compiled = True
-    return tap.trains and not _transforming()
+    return tap.trains and not transforming()
 
 
 def trace(tap: Tap, module: Any, args: Any, kwargs: Any, output: Any) -> None:
     """What Dynamo traces of a layer's forward hook."""
-    if _exporting():
+    if exporting():
         return
     key = tap.key + ""  # Dynamo takes it for a constant once something has been done with it
     if not _enters(key) or not tap.open or not torch.is_grad_enabled():

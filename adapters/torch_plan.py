@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cafin_cupy import forks
-from cafin_cupy.arrays import torch_view, view
+from cafin_cupy.arrays import torch_stream, torch_view, view
 from cafin_cupy.backend import DTYPES
 from cafin_cupy.cuda_update import CudaSchedule, CudaUpdate, Verdict, layout, rate, scalars
 from cafin_cupy.errors import refuse
@@ -25,6 +25,7 @@ from cafin_cupy.spread import SpreadUpdate
 from cafin_cupy.unchanged import Unchanged, traits
 from cafin_cupy.update import gather, matching, place, writable
 
+from .torch_internals import count_changes
 from .torch_precision import master_of, momentum_of, written_state
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 _ADDRESS, _GRADIENT = Tensor.data_ptr, attrgetter("grad")
 _STEP, _AVERAGE = itemgetter("step"), itemgetter("exp_avg")
-# A graph that saved old values must notice what the kernels do; without a frame of torch's where that is possible.
-_changed = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
 
 
 class Plan:
@@ -295,7 +294,7 @@ class Plan:
 
         def counted() -> None:
             if self.launch is not None:
-                _changed(self.params)
+                count_changes(self.params)
             if counts:
                 for state, t in zip(states, counts):
                     state["step"] = t
@@ -344,7 +343,7 @@ class Plan:
             schedule(present, stream, verdict or Verdict())
 
         def counted() -> None:
-            _changed(self.params)
+            count_changes(self.params)
             schedule.updated()
             optimizer._unsure |= verdict is not None
             optimizer._count_steps(steps)
@@ -362,7 +361,7 @@ class Plan:
         """`current_stream`, without its questions."""
         if forks.child:
             forks.refuse_child("step")
-        return int(torch._C._cuda_getCurrentRawStream(self.device))
+        return torch_stream(self.device)
 
     def _launch(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from .arrays import View, beside, current_stream, known, view
 from .backend import choose
 from .curvature import Curvature, look
 from .errors import CafinError, CafinTypeError, refuse
-from .factors import Factors, ReferenceFactors
+from .factors import make_factors, owners
 from .interrupts import uninterrupted
 from .layers import Layer
 from .memory import moved, refuse_overlap
@@ -19,7 +19,6 @@ from .parts import parts, rates
 from .precision import Precision, checked_seed, sort_of, zeros_like
 from .rounding import Noise, step_noise, widened
 from .rule import DEFAULT_GAMMA, Averaging, Hyper, at_least, flag, whole
-from .spread import SpreadFactors
 from .state import take_over
 from .streams import joined
 from .summary import Summary, summarise
@@ -35,34 +34,6 @@ from .update import (
     scalars,
     writable,
 )
-
-
-def make_factors(
-    layers: Sequence[Layer], averaging: Averaging, backend: str, devices: Collection[int | str]
-) -> Factors:
-    """The factors of `layers` by the chosen backend; the weights lie on `devices`."""
-    if backend == "reference":
-        return ReferenceFactors(layers, averaging)
-    from .cuda_factors import CudaFactors
-
-    first, *others = sorted(map(int, devices))
-    if not others:
-        return CudaFactors(layers, averaging, first)
-    at = [view(layer.weight, type(layer).__name__, "weight").device for layer in layers]
-    places = {device: [k for k, d in enumerate(at) if d == device] for device in (first, *others)}
-    places[first] += [k for k, d in enumerate(at) if d not in places]  # which it will refuse
-    shares = [(mine, CudaFactors([layers[k] for k in mine], averaging, device)) for device, mine in places.items()]
-    return SpreadFactors(layers, averaging, shares)
-
-
-def owners(layers: Sequence[Layer]) -> dict[int, tuple[int, str]]:
-    """id(array) -> (place of its layer, "weight" or "bias"). An array of several layers belongs to the first."""
-    found: dict[int, tuple[int, str]] = {}
-    for index, layer in enumerate(layers):
-        for role, array in (("weight", layer.weight), ("bias", layer.bias)):
-            if array is not None:
-                found.setdefault(id(array), (index, role))
-    return found
 
 
 class AdaFisher:

@@ -376,14 +376,13 @@ def lend_torch(monkeypatch: Any) -> None:
     import torch
 
     from cafin_cupy import arrays
-    from cafin_cupy.adapters import torch as adapter
-    from cafin_cupy.adapters import torch_joining, torch_plan, torch_precision
+    from cafin_cupy.adapters import torch_joining, torch_plan, torch_precision, torch_sampling
 
     look = arrays.torch_view
 
     def view(tensor: Any, where: str, name: str) -> Any:
         return look(tensor, where, name)._replace(device=0)
 
-    for module in (arrays, adapter, torch_joining, torch_plan, torch_precision):
+    for module in (arrays, torch_joining, torch_plan, torch_precision, torch_sampling):
         monkeypatch.setattr(module, "torch_view", view)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
