@@ -97,8 +97,11 @@ class Sampling(torch.optim.Optimizer):
 
     @steps.setter
     def steps(self, value: int) -> None:
+        count = whole(type(self).__name__, "steps", value, 0)
         _ = self.steps  # what is still open belongs to the old number
-        itself(self)._steps = value
+        optimizer = itself(self)
+        optimizer._count_steps(count)
+        optimizer._discard_unwanted()
 
     @property
     def TCov(self) -> int:
