@@ -15,21 +15,21 @@ from torch import Tensor, nn
 
 from cafin_cupy.backend import requested
 from cafin_cupy.curvature import Curvature, look
-from cafin_cupy.errors import BackendError, CafinTypeError, refuse
+from cafin_cupy.errors import BackendError, refuse
 from cafin_cupy.precision import Precision, checked_seed
 from cafin_cupy.rule import DEFAULT_GAMMA, Averaging, Hyper, flag
 from cafin_cupy.summary import Summary, summarise
 
 from .torch_capture import RUN_FIRST, CapturedIteration, check_capture
-from .torch_checks import check_finite, check_model, check_momenta, check_ranks
-from .torch_groups import Group, check_arguments, groups_of
+from .torch_checks import check_callable, check_finite, check_model, check_momenta, check_ranks
+from .torch_groups import Group, check_arguments, check_groups, groups_of
 from .torch_internals import global_post_hooks, global_pre_hooks, profiling
 from .torch_joining import join
 from .torch_kinds import register_layer, unregister_layer
 from .torch_parts import parts, rates
 from .torch_plan import Plan
 from .torch_sampling import Sampling
-from .torch_scalars import checked_hyper, forget_scale, unscaling, verdict_of_device
+from .torch_scalars import check_scaler, checked_hyper, checked_hypers, forget_scale, unscaling, verdict_of_device
 from .torch_state import copied, go_on_from, take_momentum, take_over, with_factors
 from .torch_warnings import warn_unseen, warn_without_factors
 from .torch_wrappers import itself
@@ -124,7 +124,7 @@ class AdaFisher(Sampling):
     ) -> None:
         where = type(self).__name__
         check_model(where, model)
-        check_arguments(where, differentiable, others)
+        check_arguments(where, {"foreach": foreach, "fused": fused, "differentiable": differentiable}, others)
         self._precision = Precision.checked(where, momentum_dtype, master_weights, stochastic_rounding, seed)
         self._seed = checked_seed(where, "seed", seed)
         check_momenta(where, model, self._precision)
@@ -132,8 +132,7 @@ class AdaFisher(Sampling):
         error_if_nonfinite = flag(where, "error_if_nonfinite", error_if_nonfinite)
         if capturable and error_if_nonfinite:
             refuse(where, "error_if_nonfinite", "be False with capturable=True", True, "a graph cannot wait for it")
-        if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
-            refuse(where, "grad_scaler", "be a GradScaler", type(grad_scaler).__name__, kind=CafinTypeError)
+        check_scaler(where, grad_scaler)
         requested(backend, where)
         self.TCov = TCov
         self.averaging = Averaging.named(averaging, gamma)
@@ -193,7 +192,11 @@ class AdaFisher(Sampling):
         if torch.compiler.is_compiling():
             _outside(type(self).zero_grad, self, set_to_none)
             return
-        super().zero_grad(set_to_none)
+        try:
+            super().zero_grad(set_to_none)
+        except (AttributeError, KeyError, TypeError):
+            check_groups("zero_grad", self.param_groups)
+            raise
         if self._kept_factors is not None:
             self._kept_factors.discard()
 
@@ -247,6 +250,7 @@ class AdaFisher(Sampling):
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
+            check_callable("step", "closure", closure)
             with torch.enable_grad():
                 loss = closure()
         capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -262,7 +266,7 @@ class AdaFisher(Sampling):
                 self._factors.discard()
                 return loss
             grad_scale, loss_scale = scales
-        hypers = self._checked_hypers()  # before a new plan makes state
+        hypers = checked_hypers(self, "step")  # before a new plan makes state
         if self.error_if_nonfinite:
             check_finite(self, loss_scale)
         plan = self._plan
@@ -277,9 +281,6 @@ class AdaFisher(Sampling):
         refresh = self._refresh(hypers, loss_scale) if self.samples else None
         plan.update(self, hypers, grads, grad_scale, refresh, capturing, verdict)
         return loss
-
-    def _checked_hypers(self) -> list[Hyper]:
-        return [checked_hyper(self, "step", group) for group in self.param_groups]
 
     def capture(self, iteration: Callable[[], Any]) -> CapturedIteration:
         """A function that trains as `iteration` does, replayed from CUDA graphs; needs `capturable=True`.
@@ -325,6 +326,7 @@ class AdaFisher(Sampling):
         The tensors are the optimizer's own, not copies. Between backward and step it is the state after the last step:
         what the backward pass has added is in it no more than gradients are, and a resumed run repeats the iteration.
         """
+        check_groups("state_dict", self.param_groups)
         # The first of the hooks, so that the others see all of it.
         handle = self.register_state_dict_post_hook(with_factors, prepend=True)  # type: ignore[arg-type]
         try:

@@ -12,21 +12,22 @@ import torch
 from torch import Tensor
 
 from cafin_cupy import forks
-from cafin_cupy.arrays import torch_stream, torch_view, view
-from cafin_cupy.backend import DTYPES
+from cafin_cupy.arrays import torch_stream, torch_view
 from cafin_cupy.cuda_update import CudaSchedule, CudaUpdate, Verdict, layout, rate, scalars
 from cafin_cupy.errors import refuse
 from cafin_cupy.interrupts import uninterrupted
 from cafin_cupy.memory import Written, refuse_overlap
 from cafin_cupy.precision import dtype_name
 from cafin_cupy.rounding import Noise, step_noise
-from cafin_cupy.rule import Hyper
+from cafin_cupy.rule import Hyper, steps_in
 from cafin_cupy.spread import SpreadUpdate
 from cafin_cupy.unchanged import Unchanged, traits
 from cafin_cupy.update import gather, matching, place, writable
 
+from .torch_checks import check_place
+from .torch_groups import check_groups
 from .torch_internals import count_changes
-from .torch_precision import master_of, momentum_of, written_state
+from .torch_precision import master_of, momentum_of, steps_of, written_state
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -42,6 +43,7 @@ class Plan:
     """
 
     def __init__(self, optimizer: AdaFisher) -> None:
+        check_groups("step", optimizer.param_groups)
         self.groups = groups = optimizer.param_groups
         self.model = optimizer.model
         self.listed = [list(group["params"]) for group in groups]
@@ -64,24 +66,11 @@ class Plan:
         self.pairs = [
             pl and (factors.of_weight(pl[0]) if pl[1] == "weight" else factors.of_bias(pl[0])) for pl in places
         ]
-        for p, v, pair in zip(self.params, views, self.pairs):
-            if pair is None:
-                continue
-            home = view(pair[0]).device
-            if home != v.device:
-                rule, got = f"stay on {place(home)} where its factors are", f"a parameter on {place(v.device)}"
-                refuse("step", self._name(p), rule, got, "move the model before the first step")
-            if pair[0].numel() * pair[1].numel() != p.numel():
-                rule = f"have {pair[1].numel()} x {pair[0].numel()} elements, as its layer had"
-                refuse("step", self._name(p), rule, tuple(p.shape), "make a new optimizer")
-        for p, v in zip(self.params, views) if factors.kernels else ():
-            if v.device == "cpu":
-                refuse("step", self._name(p), "stay on a GPU as at the first step", "cpu", "make a new optimizer")
-            if v.dtype not in DTYPES:
-                rule = f"stay of {', '.join(DTYPES)}, as at the first step"
-                refuse("step", self._name(p), rule, p.dtype, "make a new optimizer")
+        for v, pair, (name, _) in zip(views, self.pairs, written):
+            check_place(name, v, pair, factors.kernels)
         self.precision = optimizer._precision
         self.launch: CudaUpdate | SpreadUpdate | None = None
+        self.begun = [steps_of(optimizer, p, self._name(p)) for p in self.params]
         averages = [momentum_of(optimizer, p, self._name(p)) for p in self.params]
         masters = [master_of(optimizer, p, self._name(p)) for p in self.params]
         numbers = {id(p): number for number, (_, p) in enumerate(every)}
@@ -124,14 +113,13 @@ class Plan:
         if (optimizer.capturable or optimizer._skips is not None) and isinstance(self.launch, CudaUpdate):
             self._count_on_device(states)
         else:
-            for state in states:
-                state["step"] = int(state["step"])
+            for state, t in zip(states, self.begun):
+                state["step"] = t
         self.complete = True  # every parameter had a gradient in the last step
 
     def _count_on_device(self, states: list[Any]) -> None:
         """Let each `step` be an element of one vector on the device."""
-        counts = [int(state["step"]) for state in states]
-        steps = torch.tensor(counts, dtype=torch.int64, device=self.params[0].device)
+        steps = torch.tensor(self.begun, dtype=torch.int64, device=self.params[0].device)
         self.steps = list(steps.unbind())
         for state, step in zip(states, self.steps):
             state["step"] = step
@@ -169,17 +157,17 @@ class Plan:
         groups = optimizer.param_groups
         if len(groups) != len(self.listed):
             return False
-        for group, listed in zip(groups, self.listed):
-            params = group["params"]
-            if len(params) != len(listed) or not all(map(is_, params, listed)):
-                return False
         try:
+            for group, listed in zip(groups, self.listed):
+                params = group["params"]
+                if len(params) != len(listed) or not all(map(is_, params, listed)):
+                    return False
             self.states = states = self._find_states()
             # The old momenta are kept, so others lie elsewhere.
             masters = self._their_masters(states) if self.have_master else ()
             addresses = list(map(_ADDRESS, chain(self.params, map(_AVERAGE, states), masters)))
             counts = list(map(_STEP, states)) if self.schedule is not None else []
-        except KeyError:
+        except (KeyError, TypeError, RuntimeError):  # a script has put something else there: a new plan will say what
             return False
         return (
             addresses == self.addresses
@@ -264,8 +252,11 @@ class Plan:
             steps = list(map(_STEP, states))
         except KeyError:  # of a state that the script has emptied in part
             steps = [state.setdefault("step", 0) for state in states]
-        if self.complete and self.one_group and steps.count(steps[0]) == len(steps):  # the usual case
-            return [(0, steps[0] + 1)], self.zeros, []
+        first = steps[0] if steps else 0
+        if not (type(first) is int and first >= 0 and steps.count(first) == len(steps)):
+            steps = [steps_in("step", f"step of {self._name(p)}", t) for p, t in zip(self.params, steps)]
+        elif self.complete and self.one_group:  # the usual case
+            return [(0, first + 1)], self.zeros, []
         steps = [t + (g is not None) for t, g in zip(steps, grads)]
         return *gather([(number, max(1, t)) for number, t in zip(self.group, steps)]), steps
 

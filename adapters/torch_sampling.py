@@ -15,10 +15,11 @@ from cafin_cupy.errors import BackendError
 from cafin_cupy.factors import Factors, make_factors, owners
 from cafin_cupy.interrupts import uninterrupted
 from cafin_cupy.layers import Layer
-from cafin_cupy.rule import Averaging, Hyper, whole
+from cafin_cupy.rule import Averaging, Hyper, steps_in, whole
 from cafin_cupy.update import ReferenceUpdate
 
 from .torch_attention import attach_to_attention
+from .torch_groups import check_groups
 from .torch_internals import at_end_of_backward, backward_number
 from .torch_layers import attach, find_layers
 from .torch_plan import Plan
@@ -69,8 +70,9 @@ class Sampling(torch.optim.Optimizer):
 
     def _trained(self) -> list[Tensor]:
         """The parameters that decide on device and backend: those that train, or have."""
+        check_groups("step", self.param_groups)
         every = [p for group in self.param_groups for p in group["params"]]
-        return [p for p in every if p.requires_grad or p in self.state] or every
+        return [p for p in every if p.requires_grad or p in self.state] or every or list(self.model.parameters())
 
     def _devices(self) -> set[int | str]:
         return {torch_view(p, "step", "model").device for p in self._trained()}
@@ -97,7 +99,7 @@ class Sampling(torch.optim.Optimizer):
 
     @steps.setter
     def steps(self, value: int) -> None:
-        count = whole(type(self).__name__, "steps", value, 0)
+        count = steps_in(type(self).__name__, "steps", value)
         _ = self.steps  # what is still open belongs to the old number
         optimizer = itself(self)
         optimizer._count_steps(count)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy
 
 from . import forks
-from .errors import CafinTypeError, refuse
+from .errors import CafinTypeError, refuse, shown
 from .kernel_cache import import_cupy
 
 _DLPACK_CPU = (1, 3)  # kDLCPU, kDLCUDAHost
@@ -241,7 +241,7 @@ def stream_address(stream: Any) -> int:
         if hasattr(stream, attribute):
             return int(getattr(stream, attribute))
     if not isinstance(stream, int):
-        refuse("fused_step", "stream", "be a stream or its address", repr(stream), kind=CafinTypeError)
+        refuse("fused_step", "stream", "be a stream or its address", shown(stream), kind=CafinTypeError)
     return stream
 
 

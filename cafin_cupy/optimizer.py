@@ -9,7 +9,7 @@ from typing import Any
 from .arrays import View, beside, current_stream, known, view
 from .backend import choose
 from .curvature import Curvature, look
-from .errors import CafinError, CafinTypeError, refuse
+from .errors import CafinError, CafinTypeError, refuse, shown
 from .factors import make_factors, owners
 from .interrupts import uninterrupted
 from .layers import Layer
@@ -112,10 +112,10 @@ class AdaFisher:
         self.TCov = TCov
         self.averaging = Averaging.named(averaging, gamma)
         self._asked = backend
+        self._named = list(leaves(params, "params", where))
         self._params = structure(params)
-        self._named = list(leaves(self._params, "params"))
         if not self._named:
-            refuse(where, "params", "hold at least one array", params)
+            refuse(where, "params", "hold at least one array", shown(params))
         self._p = [view(array, where, name) for name, array in self._named]
         for (name, _), v in zip(self._named, self._p):
             writable(where, name, v)
@@ -165,7 +165,7 @@ class AdaFisher:
                 refuse("AdaFisher", f"layers[{index}]", "hold an array of `params`", layer.label, mend)
             name = layer.name or str(index)
             if name in names:
-                refuse("AdaFisher", f"layers[{index}].name", "be used once", repr(name))
+                refuse("AdaFisher", f"layers[{index}].name", "be used once", shown(name))
             names.add(name)
         return list(layers)
 
@@ -222,7 +222,7 @@ class AdaFisher:
         """
         index = self._places.get(id(layer))
         if index is None:
-            label = layer.label if isinstance(layer, Layer) else repr(layer)
+            label = layer.label if isinstance(layer, Layer) else shown(layer)
             refuse("accumulate", "layer", "be one of the optimizer's layers", label, "list it in `layers=`")
         if self.samples:
             self._factors.accumulate(index, h, s)

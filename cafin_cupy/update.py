@@ -138,7 +138,7 @@ def fused_step(
     error_if_nonfinite = flag(where, "error_if_nonfinite", error_if_nonfinite)
     if stream is not None:
         stream_address(stream)
-    named = list(leaves(params, "params"))
+    named = list(leaves(params, "params", where))
     p = [view(array, where, name) for name, array in named]
     for (name, _), v in zip(named, p):
         writable(where, name, v)
