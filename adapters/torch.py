@@ -23,6 +23,7 @@ from cafin_cupy.summary import Summary, summarise
 from .torch_capture import RUN_FIRST, CapturedIteration, check_capture
 from .torch_checks import check_callable, check_finite, check_model, check_momenta, check_ranks
 from .torch_groups import Group, check_arguments, check_groups, groups_of
+from .torch_inference import leaves_inference_mode
 from .torch_internals import global_post_hooks, global_pre_hooks, profiling
 from .torch_joining import join
 from .torch_kinds import register_layer, unregister_layer
@@ -157,6 +158,7 @@ class AdaFisher(Sampling):
         warn_without_factors(where, unowned)
         self._attach()
 
+    @leaves_inference_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Let more parameters train, with scalars of their own; "params" as in the argument `param_groups`.
 
@@ -334,6 +336,7 @@ class AdaFisher(Sampling):
         finally:
             handle.remove()
 
+    @leaves_inference_mode
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Take over a `state_dict` of this class or of the public implementation. The caller's dict is not changed;
         `skipped_refreshes` starts at 0, as the format has no room for it.
@@ -353,6 +356,7 @@ class AdaFisher(Sampling):
         take_over(optimizer, state_dict, super(AdaFisher, optimizer).load_state_dict)
         optimizer._reference.over()
 
+    @leaves_inference_mode
     def load_momentum(self, state_dict: Mapping[str, Any]) -> None:
         """Start from the momentum of another optimizer: `exp_avg` and `step` of a state dict of Adam, AdamW or the
         like, for the parameters that it knows. Nothing else is taken over, and factors start as ever.

@@ -26,6 +26,7 @@ from cafin_cupy.update import gather, matching, place, writable
 
 from .torch_checks import check_place
 from .torch_groups import check_groups
+from .torch_inference import leaves_inference_mode
 from .torch_internals import count_changes
 from .torch_precision import master_of, momentum_of, steps_of, written_state
 
@@ -42,6 +43,7 @@ class Plan:
     It holds as long as parameters and momenta stay where they are, and no other parameter gets a gradient.
     """
 
+    @leaves_inference_mode
     def __init__(self, optimizer: AdaFisher) -> None:
         check_groups("step", optimizer.param_groups)
         self.groups = groups = optimizer.param_groups

@@ -20,6 +20,7 @@ from cafin_cupy.update import ReferenceUpdate
 
 from .torch_attention import attach_to_attention
 from .torch_groups import check_groups
+from .torch_inference import leaves_inference_mode
 from .torch_internals import at_end_of_backward, backward_number
 from .torch_layers import attach, find_layers
 from .torch_plan import Plan
@@ -64,7 +65,8 @@ class Sampling(torch.optim.Optimizer):
         """The factors, made when first needed, on the device where the model is by then."""
         kept = self._kept_factors
         if kept is None:
-            kept = make_factors(self._layers, self.averaging, self.backend, self._devices())
+            make = leaves_inference_mode(make_factors)
+            kept = make(self._layers, self.averaging, self.backend, self._devices())
             itself(self)._kept_factors = kept
         return kept
 

@@ -30,6 +30,7 @@ from .update import (
     like_params,
     matching,
     named_views,
+    outside_inference_mode,
     same_order,
     scalars,
     writable,
@@ -302,6 +303,7 @@ class AdaFisher:
             if moved(array, v):
                 rule, mend = "keep its memory, shape and type", "write into it in place, or make a new optimizer"
                 refuse(where, name, rule, "others since construction", mend)
+        outside_inference_mode(where, "momenta", self.momenta[0])  # the others were made with it
         for path, arrays, views in (("momenta", self.momenta, self._m), ("masters", self.masters, self._w)):
             for index, (array, kept) in enumerate(zip(arrays, views)):
                 if kept is not None and (array is not kept.owner or moved(array, kept)):

@@ -158,3 +158,30 @@ def test_a_scaler_that_is_none_is_refused_when_it_is_needed() -> None:
     with pytest.raises(CafinError, match="step: `grad_scaler` must be a GradScaler, got str"):
         scaler.step(optimizer)
     assert_same(optimizer, before)
+
+
+# Inference mode
+
+
+@pytest.mark.parametrize("call", ["step", "factors", "load_state_dict"])
+def test_what_is_made_in_inference_mode_serves_outside_of_it(call: str, device: str) -> None:
+    """Momenta, masters and factors are changed later; PyTorch refuses that for tensors of the mode."""
+    options: dict[str, Any] = {"TCov": 2, "master_weights": True}
+    plain = AdaFisher(mlp(device).bfloat16(), **options)
+    optimizer = AdaFisher(mlp(device).bfloat16(), **options)
+    for t, x in enumerate(rows(device, 4)):
+        for each in (plain, optimizer):
+            each.zero_grad()
+            loss_of(each.model, x.bfloat16()).backward()
+        plain.step()
+        with torch.inference_mode(mode=t % 2 == 0):
+            if call == "factors":
+                optimizer.factors()
+            if call == "step":
+                optimizer.step()
+        if call != "step":
+            optimizer.step()
+        if call == "load_state_dict":
+            with torch.inference_mode():
+                optimizer.load_state_dict(plain.state_dict())
+    assert_same(optimizer, plain)
