@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 # True if PyTorch takes a hook on a tensor into a graph, as 2.13 does. Older ones break the graph at each layer, and the
 # hook runs there as it does without a compiler.
 FOLLOWS = find_spec("torch._higher_order_ops.register_hook") is not None
+# A replay would not call the host, which counts the sums. Older versions neither know the tag nor have the graphs.
+_TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if FOLLOWS else {}
 _numbers = count()
 _taps: WeakValueDictionary[str, Tap] = WeakValueDictionary()
-_ORDER = torch.zeros(1)  # which the operation is said to change, so that no compiler drops it or moves it past another
 
 
 def key_of(tap: Tap) -> str:
@@ -56,23 +57,27 @@ def trace(tap: Tap, module: Any, args: Any, kwargs: Any, output: Any) -> None:
     h, out = tap.kind.take(module, args, kwargs, output)
     if not isinstance(h, Tensor) or not isinstance(out, Tensor) or not out.requires_grad:
         return
-    watch(_ORDER, h, out, key)
+    watch(h, out, key)
 
 
 @torch.compiler.allow_in_graph
-def watch(order: Tensor, h: Tensor, out: Tensor, key: str) -> None:
+def watch(h: Tensor, out: Tensor, key: str) -> None:
     """Call `receive` with `h` and the gradient of `out` once that is known.
 
     One node of Dynamo's graph, behind which the compiler looks, not Dynamo: where Dynamo takes `register_hook` apart by
     itself (2.13), it forgets what the forward then does to objects that it has changed before.
     """
     kept = h.detach().clone()  # the compiler keeps `h` itself where nothing overwrites it
-    out.register_hook(lambda s: receive(order, kept, s, key))
+    call = next(_numbers)
+    out.register_hook(lambda s: receive(kept, s, key, call))
 
 
-@torch.library.custom_op("cafin_cupy::receive", mutates_args=("order",))
-def receive(order: Tensor, h: Tensor, s: Tensor, key: str) -> None:
-    """From a compiled backward pass: a layer's input and output gradient, read at once, as their memory is reused."""
+@torch.library.custom_op("cafin_cupy::receive", mutates_args=(), **_TAGS)
+def receive(h: Tensor, s: Tensor, key: str, call: int) -> None:
+    """From a compiled backward pass: a layer's input and output gradient, read at once, as their memory is reused.
+
+    `call` has a meaning for compilers alone, which would make one operation of two that are given the same.
+    """
     tap = _taps.get(key)
     optimizer = tap._optimizer() if tap is not None else None
     module = tap._module() if tap is not None else None
@@ -84,5 +89,10 @@ def receive(order: Tensor, h: Tensor, s: Tensor, key: str) -> None:
 
 
 @receive.register_fake
-def _(order: Tensor, h: Tensor, s: Tensor, key: str) -> None:
+def _(h: Tensor, s: Tensor, key: str, call: int) -> None:
     return None
+
+
+# No compiler shall drop it. It changes no argument: one that all layers shared would be an input of each part of the
+# graph that is computed again (checkpointing), and must not change before that.
+torch.fx.has_side_effect(torch.ops.cafin_cupy.receive.default)
