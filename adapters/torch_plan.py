@@ -156,10 +156,10 @@ class Plan:
         """False if a parameter or its state has been replaced since, or another parameter has a gradient."""
         if self.kept is not optimizer.state or (self.in_order and len(self.kept) != len(self.params)):
             return False
-        groups = optimizer.param_groups
-        if len(groups) != len(self.listed):
-            return False
         try:
+            groups = optimizer.param_groups
+            if len(groups) != len(self.listed):
+                return False
             for group, listed in zip(groups, self.listed):
                 params = group["params"]
                 if len(params) != len(listed) or not all(map(is_, params, listed)):
