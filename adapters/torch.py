@@ -208,11 +208,11 @@ class AdaFisher(Sampling):
         """Update all parameters that have a gradient, in place, on the current stream.
 
         Under a `GradScaler` the gradients are unscaled on the way, and a step with non-finite gradients changes
-        nothing. On the CUDA backend the update reads that verdict on the device; the host waits for it on sampled steps
-        alone, and with `error_if_nonfinite` or a model on several GPUs. A sampled step that changes nothing is sampled
-        again at the next. Without a scaler a gradient that is inf or NaN goes into its own elements of momentum and
-        parameter, as in `torch.optim`. A layer whose raw moments hold a NaN keeps its factors, and `skipped_refreshes`
-        counts it.
+        nothing. On the CUDA backend the update reads that verdict on the device; the host waits for it on sampled
+        steps, where a parameter gets its first gradient, and with `error_if_nonfinite` or a model on several GPUs. A
+        sampled step that changes nothing is sampled again at the next. Without a scaler a gradient that is inf or NaN
+        goes into its own elements of momentum and parameter, as in `torch.optim`. A layer whose raw moments hold a NaN
+        keeps its factors, and `skipped_refreshes` counts it.
 
         Args:
             closure: reevaluates the model and returns the loss.
@@ -261,7 +261,9 @@ class AdaFisher(Sampling):
         if self._unsure and self.samples:
             self._make_sure()
         grad_scale = loss_scale = 1.0
-        verdict = verdict_of_device(self)
+        if self._plan is not None and not self._plan.valid(self):
+            self._plan = None
+        verdict = verdict_of_device(self)  # of a plan that holds: a new one may launch on other devices
         if verdict is None:
             scales = unscaling(self)
             if scales is None:
@@ -272,7 +274,7 @@ class AdaFisher(Sampling):
         if self.error_if_nonfinite:
             check_finite(self, loss_scale)
         plan = self._plan
-        if plan is None or not plan.valid(self):
+        if plan is None:
             if capturing:
                 raise BackendError(RUN_FIRST)
             self._plan = plan = Plan(self)

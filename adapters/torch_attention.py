@@ -5,16 +5,22 @@ function the answer is the same code with another `linear`, which remembers what
 again, so it gets plain tensors. A forward of one's own that changes the query before it calls PyTorch's goes unnoticed,
 and a warning names the layer.
 
+A compiled graph holds the attention function as one operation. Dynamo follows such a query to it, and puts that code in
+its place, which the compiler then runs as it would run PyTorch's.
+
 Where query, key and value are not one tensor, PyTorch multiplies by parts of `in_proj`. The matrix then has one H for
 all of them: the mean over the matrix's rows of what each row reads; and each part's rows of S come from its own calls.
 """
 
 from __future__ import annotations
 
+import inspect
+import math
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import cache
+from operator import attrgetter
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -24,10 +30,13 @@ from torch import Tensor, nn
 
 from cafin_cupy.layers import SummedLinear
 
+from . import torch_compiled
 from .torch_internals import transforming
 from .torch_layers import Tap, counts
 
 PARTS = 3  # of in_proj: query, key, value
+# Where the module has its matrices; the attention function calls them so with "_" for ".".
+MATRICES = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight")
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -41,39 +50,64 @@ def attach_to_attention(optimizer: Any) -> Iterator[Any]:
             continue  # or a script has said what its layer is
         within = [module, getattr(module, "out_proj", None)]
         taps = [
-            Tap(optimizer, index, layer, kind)
+            Tap(optimizer, index, layer, kind, module)
             for (_, owner, index, layer), kind in layers
             if any(owner is each for each in within)
         ]
-        yield module.register_forward_pre_hook(Watch(optimizer, taps), with_kwargs=True)
+        watch = Watch(optimizer, module, taps)
+        optimizer._gates += [watch, *taps]
+        yield module.register_forward_pre_hook(watch, with_kwargs=True)
 
 
 class Watch:
-    """Forward pre-hook of an attention. In a copied or unpickled model it removes itself, as a `Tap` does.
+    """Forward pre-hook of an attention. In a copied or unpickled model it removes itself, as a `Tap` does."""
 
-    Compiled code goes around it: the attention of a compiled model runs as it is on all steps."""
-
-    def __init__(self, optimizer: Any = None, taps: Sequence[Tap] = ()) -> None:
+    def __init__(self, optimizer: Any = None, module: Any = None, taps: Sequence[Tap] = ()) -> None:
         self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
+        self._module = weakref.ref(module) if module is not None else lambda: None
         self.taps = taps
+        self.open = True
+        self.key = torch_compiled.key_of(self)
+        self.traced = type("_Traced", (_Traced,), {"key": self.key})
 
-    @torch.compiler.disable
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        query = args[0] if args else kwargs.get("query")
+        if torch_compiled.FOLLOWS and torch.compiler.is_compiling():
+            watched = self.trace(query)
+        else:
+            watched = self.catch(module, query)
+        if watched is None:
+            return None
+        # What was one tensor stays one: PyTorch then multiplies once.
+        replaced = tuple(watched if x is query else x for x in args)
+        return replaced, {name: watched if x is query else x for name, x in kwargs.items()}
+
+    def trace(self, query: Any) -> Any:
+        """What Dynamo traces."""
+        if not torch_compiled.wanted(self) or not isinstance(query, Tensor) or isinstance(query, _Traced):
+            return None
+        return query.as_subclass(self.traced)
+
+    def catch(self, module: nn.Module, query: Any) -> Any:
+        """The query that a forward of the attention gets; None for the one it has."""
         optimizer = self._optimizer()
         if optimizer is None:
             self._remove(module)
             return None
-        if not (optimizer.samples and counts(optimizer, module) and any(tap.trains for tap in self.taps)):
+        if not (self.open and counts(optimizer, module) and self.trains):
             return None
-        query = args[0] if args else kwargs.get("query")
         if not isinstance(query, (*_PLAIN, _Query)) or type(query) not in (*_PLAIN, _Query):
             return None
         if query.is_nested or transforming():
             return None
-        watched = _Query.of(query, [_Call(optimizer, module, self.taps)])
-        # What was one tensor stays one: PyTorch then multiplies once.
-        replaced = tuple(watched if x is query else x for x in args)
-        return replaced, {name: watched if x is query else x for name, x in kwargs.items()}
+        return _Query.of(query, [_Call(optimizer, module, self.taps)])
+
+    if not torch_compiled.FOLLOWS:
+        catch = torch.compiler.disable(catch)
+
+    @property
+    def trains(self) -> bool:
+        return any(tap.trains for tap in self.taps)
 
     def _remove(self, module: nn.Module) -> None:
         hooks = module._forward_pre_hooks
@@ -119,29 +153,85 @@ class _Query(Tensor):
             _current.calls = before
 
 
+class _Traced(Tensor):
+    """The query on its way through a graph. Each attention has a class of it, as graphs hold no objects."""
+
+    key = ""  # of the hook
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is F.multi_head_attention_forward:
+                return _attend(cls.key, *args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            return result.as_subclass(cls) if func is Tensor.transpose else result
+
+
+@torch.compiler.allow_in_graph
+def _attend(key: str, *args: Any, **kwargs: Any) -> Any:
+    """The attention function in a graph: for all optimizers whose hooks are open, as the graph's guards say."""
+    module: Any = torch_compiled.hook_of(key)._module()
+    given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
+    matrices = {id(attrgetter(name)(module)): given.get(name.replace(".", "_")) for name in MATRICES}
+    watches = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Watch) and hook.open]
+    calls = [_TracedCall([(tap, matrices[id(tap.layer.weight)]) for tap in watch.taps]) for watch in watches]
+    before, _current.calls = _current.calls, calls
+    try:
+        return _attention()(*args, **kwargs)
+    finally:
+        _current.calls = before
+
+
 class _Current(threading.local):
-    calls: Sequence[_Call] = ()
+    calls: Sequence[_Matrices] = ()
 
 
 _current = _Current()  # what a running attention function works for
 
 
-class _Call:
-    """A forward of an attention, for one optimizer."""
+class _Matrices:
+    """A forward of an attention, for one optimizer. `taps`: each with its matrix, as the forward has it."""
 
-    def __init__(self, optimizer: Any, module: nn.Module, taps: Sequence[Tap]) -> None:
-        self.optimizer, self.module, self.taps = optimizer, module, taps
-        self.rows = 0  # that the first part of a matrix has read
+    def __init__(self, taps: Sequence[tuple[Tap, Any]]) -> None:
+        self.taps = taps
+        self.rows: Any = 0  # that the first part of a matrix has read
 
     def multiplied(self, h: Tensor, weight: Tensor, out: Tensor) -> None:
-        for tap in self.taps:
-            whole: Any = tap.layer.weight
+        for tap, whole in self.taps:
             if weight is whole:
-                tap.watch(self.optimizer, self.module, h, out)
+                self.watch(tap, h, out, None)
             elif weight._base is not None and weight._base is whole:
                 first = (weight.storage_offset() - whole.storage_offset()) // whole.stride(0)
-                self.rows = self.rows if first else h.shape[:-1].numel()
-                tap.watch(self.optimizer, self.module, h, out, _Part(tap, first, self.rows))
+                self.rows = self.rows if first else math.prod(h.shape[:-1])
+                self.watch(tap, h, out, _Part(tap, first, self.rows))
+
+    def watch(self, tap: Tap, h: Tensor, out: Tensor, part: _Part | None) -> None:
+        """Let the tap, or this part of it, have `h` and the gradient of `out`."""
+        raise NotImplementedError
+
+
+class _Call(_Matrices):
+    """One that runs as it is."""
+
+    def __init__(self, optimizer: Any, module: nn.Module, taps: Sequence[Tap]) -> None:
+        super().__init__([(tap, tap.layer.weight) for tap in taps])
+        self.optimizer, self.module = optimizer, module
+
+    def watch(self, tap: Tap, h: Tensor, out: Tensor, part: _Part | None) -> None:
+        tap.watch(self.optimizer, self.module, h, out, part)
+
+
+class _TracedCall(_Matrices):
+    """One that a compiler runs to see what is in it, or that is an operation of a graph."""
+
+    def watch(self, tap: Tap, h: Tensor, out: Tensor, part: _Part | None) -> None:
+        if not tap.trains or not out.requires_grad:
+            return
+        if part is None:
+            torch_compiled.watch(h, out, tap.key)
+            return
+        key, kept, call = tap.key, h.detach().clone(), next(torch_compiled.numbers)
+        out.register_hook(lambda s: _receive_part(kept, s, key, part.first, part.rows, call))
 
 
 def _linear(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -172,6 +262,23 @@ class _Part(NamedTuple):
         S[self.first : self.first + s.shape[-1]] = _squares(s) * (scale * PARTS)
         part = SummedLinear(whole.weight, whole.bias, rows=self.rows * thirds, name=whole.name)
         optimizer._receive(self.tap.index, _squares(h)[None] * (scale * thirds), S[None], part)
+
+
+@torch.library.custom_op("cafin_cupy::receive_part", **torch_compiled.OPTIONS)
+def _receive_part(h: Tensor, s: Tensor, key: str, first: int, rows: int, call: int) -> None:
+    """From a compiled backward pass, as `torch_compiled.receive`: for a `_Part`."""
+    found = torch_compiled.receiver(key)
+    if found is not None:
+        tap, optimizer, module = found
+        _Part(tap, first, rows).receive(optimizer, module, h, s)
+
+
+@_receive_part.register_fake
+def _(h: Tensor, s: Tensor, key: str, first: int, rows: int, call: int) -> None:
+    return None
+
+
+torch.fx.has_side_effect(torch.ops.cafin_cupy.receive_part.default)
 
 
 def _squares(x: Tensor) -> Tensor:

@@ -18,28 +18,36 @@ from torch import Tensor
 from .torch_internals import exporting, transforming
 
 if TYPE_CHECKING:
+    from .torch_attention import Watch
     from .torch_layers import Tap
 
 # True if PyTorch takes a hook on a tensor into a graph, as 2.13 does. Older ones break the graph at each layer, and the
 # hook runs there as it does without a compiler.
 FOLLOWS = find_spec("torch._higher_order_ops.register_hook") is not None
-# A replay would not call the host, which counts the sums. Older versions neither know the tag nor have the graphs.
-_TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if FOLLOWS else {}
-_numbers = count()
-_taps: WeakValueDictionary[str, Tap] = WeakValueDictionary()
+# Of an operation that hands over what a backward pass has computed. It changes no argument, though compilers must not
+# drop it (`has_side_effect`): one that all layers shared would be an input of each part of the graph that is computed
+# again (checkpointing), and must not change before that. Nor may a CUDA graph replay it, which would not call the host;
+# older versions neither know that tag nor have the graphs.
+OPTIONS: dict[str, Any] = {"mutates_args": (), **({"tags": (torch.Tag.cudagraph_unsafe,)} if FOLLOWS else {})}
+numbers = count()
+_hooks: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
-def key_of(tap: Tap) -> str:
-    """What graphs call this tap by: they hold no objects. A number might count as one that varies."""
-    key = f"tap {next(_numbers)}"
-    _taps[key] = tap
+def key_of(tap: Tap | Watch) -> str:
+    """What graphs call this hook by: they hold no objects. A number might count as one that varies."""
+    key = f"tap {next(numbers)}"
+    _hooks[key] = tap
     return key
+
+
+def hook_of(key: str) -> Any:
+    return _hooks[key]
 
 
 @torch.compiler.assume_constant_result
 def _enters(key: str) -> bool:
     """Runs when Dynamo traces a layer: True if its gradients are wanted. From then on the optimizer's hooks stay."""
-    tap = _taps[key]
+    tap = _hooks[key]
     optimizer = tap._optimizer()
     if optimizer is None:
         return False
@@ -47,17 +55,22 @@ def _enters(key: str) -> bool:
     return tap.trains and not transforming()
 
 
+def wanted(tap: Tap | Watch) -> bool:
+    """What Dynamo traces of a hook first: True if the graph will hold more of it."""
+    if exporting():
+        return False
+    key = tap.key + ""  # Dynamo takes it for a constant once something has been done with it
+    return _enters(key) and tap.open and torch.is_grad_enabled()
+
+
 def trace(tap: Tap, module: Any, args: Any, kwargs: Any, output: Any) -> None:
     """What Dynamo traces of a layer's forward hook."""
-    if exporting():
-        return
-    key = tap.key + ""  # Dynamo takes it for a constant once something has been done with it
-    if not _enters(key) or not tap.open or not torch.is_grad_enabled():
+    if not wanted(tap):
         return
     h, out = tap.kind.take(module, args, kwargs, output)
     if not isinstance(h, Tensor) or not isinstance(out, Tensor) or not out.requires_grad:
         return
-    watch(h, out, key)
+    watch(h, out, tap.key + "")
 
 
 @torch.compiler.allow_in_graph
@@ -68,23 +81,31 @@ def watch(h: Tensor, out: Tensor, key: str) -> None:
     itself (2.13), it forgets what the forward then does to objects that it has changed before.
     """
     kept = h.detach().clone()  # the compiler keeps `h` itself where nothing overwrites it
-    call = next(_numbers)
+    call = next(numbers)
     out.register_hook(lambda s: receive(kept, s, key, call))
 
 
-@torch.library.custom_op("cafin_cupy::receive", mutates_args=(), **_TAGS)
+def receiver(key: str) -> tuple[Any, Any, Any] | None:
+    """(tap, optimizer, module) that a running graph means; None if its gradients count for nothing now."""
+    tap = _hooks.get(key)
+    if tap is None or not tap.open:
+        return None
+    optimizer, module = tap._optimizer(), tap._module()
+    if optimizer is None or module is None or not (module.training or optimizer.model.training):
+        return None
+    optimizer.prepare()
+    return tap, optimizer, module
+
+
+@torch.library.custom_op("cafin_cupy::receive", **OPTIONS)
 def receive(h: Tensor, s: Tensor, key: str, call: int) -> None:
     """From a compiled backward pass: a layer's input and output gradient, read at once, as their memory is reused.
 
     `call` has a meaning for compilers alone, which would make one operation of two that are given the same.
     """
-    tap = _taps.get(key)
-    optimizer = tap._optimizer() if tap is not None else None
-    module = tap._module() if tap is not None else None
-    if tap is None or optimizer is None or module is None or not tap.open:
-        return
-    if module.training or optimizer.model.training:
-        optimizer.prepare()
+    found = receiver(key)
+    if found is not None:
+        tap, optimizer, module = found
         optimizer._receive(tap.index, *tap.kind.arrange(module, h, s), tap.layer, at_once=True)
 
 
@@ -93,6 +114,4 @@ def _(h: Tensor, s: Tensor, key: str, call: int) -> None:
     return None
 
 
-# No compiler shall drop it. It changes no argument: one that all layers shared would be an input of each part of the
-# graph that is computed again (checkpointing), and must not change before that.
 torch.fx.has_side_effect(torch.ops.cafin_cupy.receive.default)

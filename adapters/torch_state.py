@@ -183,7 +183,7 @@ def take_momentum(optimizer: AdaFisher, given: Any) -> None:
         if entry:
             _mapping(name, entry, ENTRY, mend, where)
             count = steps_in(where, f"{name}['step']", entry["step"])
-            _numbers(f"{name}['exp_avg']", entry["exp_avg"], tuple(p.shape), where=where)
+            _momentum_of(where, f"{name}['exp_avg']", entry["exp_avg"], p)
             entries[p] = {"step": count, "exp_avg": _momentum(p, entry["exp_avg"], optimizer._precision)}
     optimizer.state.update(entries)
 
@@ -270,7 +270,7 @@ def _checked_state(optimizer: AdaFisher, state: Any, groups: Any, steps: int) ->
         if entry:
             _mapping(name, entry, ENTRY)
             count = steps_in(WHERE, f"{name}['step']", entry["step"])
-            _numbers(f"{name}['exp_avg']", entry["exp_avg"], tuple(p.shape))
+            _momentum_of(WHERE, f"{name}['exp_avg']", entry["exp_avg"], p)
             more = {key: _copied(value, p) for key, value in entry.items() if key not in ENTRY}
             if "master" in entry:
                 more["master"] = _master(f"{name}['master']", p, entry["master"], optimizer._precision)
@@ -280,6 +280,13 @@ def _checked_state(optimizer: AdaFisher, state: Any, groups: Any, steps: int) ->
         if index not in parameters:
             refuse(WHERE, f"state[{index!r}]", f"belong to a parameter of the groups, which are {indices}", "none")
     return entries
+
+
+def _momentum_of(where: str, name: str, average: Any, p: Tensor) -> None:
+    """Refuse what cannot be a parameter's momentum."""
+    if not p.is_floating_point():
+        refuse(where, name, "be left out, as its parameter does not train", f"one of a {p.dtype} parameter")
+    _numbers(name, average, tuple(p.shape), where=where)
 
 
 def _momentum(p: Tensor, average: Tensor, precision: Precision) -> Tensor:

@@ -221,18 +221,19 @@ def _precision(weight: Any) -> Any:
 def make_factors(
     layers: Sequence[Layer], averaging: Averaging, backend: str, devices: Collection[int | str]
 ) -> Factors:
-    """The factors of `layers` by the chosen backend; the weights lie on `devices`."""
+    """The factors of `layers` by the chosen backend; what trains lies on `devices`."""
     if backend == "reference":
         return ReferenceFactors(layers, averaging)
     from .cuda_factors import CudaFactors
     from .spread import SpreadFactors
 
-    first, *others = sorted(map(int, devices))
+    at = [view(layer.weight, type(layer).__name__, "weight").device for layer in layers]
+    # A layer that does not train may lie where nothing trains.
+    first, *others = sorted({*map(int, devices), *(d for d in at if not isinstance(d, str))})
     if not others:
         return CudaFactors(layers, averaging, first)
-    at = [view(layer.weight, type(layer).__name__, "weight").device for layer in layers]
     places = {device: [k for k, d in enumerate(at) if d == device] for device in (first, *others)}
-    places[first] += [k for k, d in enumerate(at) if d not in places]  # which it will refuse
+    places[first] += [k for k, d in enumerate(at) if d not in places]  # on the CPU, which it will refuse
     shares = [(mine, CudaFactors([layers[k] for k in mine], averaging, device)) for device, mine in places.items()]
     return SpreadFactors(layers, averaging, shares)
 

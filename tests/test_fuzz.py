@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,34 @@ sys.path.insert(0, str(TESTS))
 
 pytest.importorskip("torch")
 
+from emulation.compiler import compiler  # noqa: E402
 from fuzz import functions  # noqa: E402
 from fuzz.__main__ import Process, Target  # noqa: E402
 from fuzz.calls import figures  # noqa: E402
 from fuzz.worker import machines, play  # noqa: E402
 
-from cafin_cupy import AdaFisher, CafinError, CafinValueError, NonFiniteError, reference  # noqa: E402
+from cafin_cupy import (  # noqa: E402
+    AdaFisher,
+    CafinError,
+    CafinValueError,
+    Embedding,
+    NonFiniteError,
+    layers,
+    reference,
+)
 from cafin_cupy.adapters import torch as adapter  # noqa: E402
+from cafin_cupy.adapters import (  # noqa: E402
+    torch_groups,
+    torch_joining,
+    torch_precision,
+    torch_state,
+)
+from cafin_cupy.adapters.torch_attention import _Part  # noqa: E402
 from cafin_cupy.adapters.torch_plan import Plan  # noqa: E402
 from cafin_cupy.arrays import known  # noqa: E402
 from cafin_cupy.factors import ReferenceFactors  # noqa: E402
+from cafin_cupy.layers.convolution import ConvTranspose  # noqa: E402
+from cafin_cupy.precision import Precision  # noqa: E402
 from cafin_cupy.trees import leaves  # noqa: E402
 
 Call = Callable[..., Any]
@@ -210,6 +229,58 @@ def _sums_kept(method: Call) -> Call:
     return lambda self, set_to_none=True: super(adapter.AdaFisher, self).zero_grad(set_to_none)
 
 
+def _padding_read(method: Call) -> Call:
+    return lambda self, h, s: method(replace(self, padding_idx=None), h, s)
+
+
+def _of_inputs(method: Call) -> Call:
+    return lambda self, count: (1.0 / count, 1.0 / count)
+
+
+def _master_alone(method: Call) -> Call:
+    def planted(p: Any, g: Any, m: Any, H: Any, S: Any, hyper: Any, step: int, master: Any = None, *more: Any) -> Any:
+        return method(
+            p if master is None else reference.rounded(master, p.dtype), g, m, H, S, hyper, step, master, *more
+        )
+
+    return planted
+
+
+def _usual_momentum(method: Call) -> Call:
+    return lambda p, precision, *names: method(p, Precision(), *names)
+
+
+def _same_seed(method: Call) -> Call:
+    return lambda self, seed: self
+
+
+def _first_match(method: Call) -> Call:
+    return lambda *arguments: method(*arguments)[:1]
+
+
+def _from_ones(method: Call) -> Call:
+    def planted(*arguments: Any) -> Any:
+        factors = method(*arguments)
+        if factors is not None:
+            factors.restart(0)
+        return factors
+
+    return planted
+
+
+def _halved(method: Call) -> Call:
+    def planted(optimizer: Any, given: Any) -> None:
+        method(optimizer, given)
+        for entry in optimizer.state.values():
+            entry["exp_avg"] = entry["exp_avg"] / 2
+
+    return planted
+
+
+def _by_order(method: Call) -> Call:
+    return lambda where, optimizer, given: given
+
+
 METHODS: dict[str, tuple[str, Any, str, Callable[[Call], Call], str]] = {
     "a refused state counts": (
         *("Optimizer", AdaFisher, "load_state_dict", _spoiling(_count_a_step, CafinError)),
@@ -218,6 +289,16 @@ METHODS: dict[str, tuple[str, Any, str, Callable[[Call], Call], str]] = {
     "accumulate does nothing": ("Optimizer", AdaFisher, "accumulate", _nothing, "must be"),
     "no scale for factors": ("Optimizer", ReferenceFactors, "ready", _without_scale, "must be .* within"),
     "a row too many": ("Values", reference, "raw_sums", _one_row_more, "raw .* must be .* within"),
+    "padding is counted": ("Values", Embedding, "read", _padding_read, "raw .* must be"),
+    "taps are not divided by": ("Values", ConvTranspose, "mean", _of_inputs, "raw S.* must be .* within"),
+    "a seed is not loaded": ("Optimizer", Precision, "seeded", _same_seed, ""),
+    "what is written beside a master is lost": ("Optimizer", reference, "_advanced", _master_alone, ""),
+    "PyTorch: part of an attention is unseen": ("TorchOptimizer", _Part, "receive", _nothing, ""),
+    "PyTorch: momentum_dtype is forgotten": ("TorchOptimizer", torch_precision, "new_momentum", _usual_momentum, ""),
+    "PyTorch: a pattern finds one name": ("TorchOptimizer", torch_groups, "named", _first_match, ""),
+    "PyTorch: a layer that joins resets another": ("TorchOptimizer", torch_joining, "extended", _from_ones, ""),
+    "PyTorch: half of Adam's momentum is taken": ("TorchOptimizer", adapter, "take_momentum", _halved, ""),
+    "PyTorch: names in a state dict are not read": ("TorchOptimizer", torch_state, "in_own_order", _by_order, ""),
     "PyTorch: a parameter is left out": ("TorchOptimizer", Plan, "gradients", _last_left_out, "must be|assert"),
     "PyTorch: a refused step makes state": (
         *("TorchOptimizer", adapter.AdaFisher, "step", _spoiling(_empty_state, CafinError)),
@@ -232,9 +313,27 @@ METHODS: dict[str, tuple[str, Any, str, Callable[[Call], Call], str]] = {
 def test_faults_of_a_method(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     machine, owner, method, plant, words = METHODS[name]
     monkeypatch.setattr(owner, method, plant(getattr(owner, method)))
-    with pytest.raises(AssertionError, match=words):
+    with pytest.raises(AssertionError, match=words or None):
         for seed in SEEDS:
             play(MACHINES[machine], seed, SEQUENCES, shrink=False)
+
+
+LAYERS = [
+    kind
+    for kind in vars(layers).values()
+    if isinstance(kind, type) and issubclass(kind, layers.Layer) and kind not in (layers.Layer, layers.SummedLinear)
+]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_fault_of_each_layer(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = dict.fromkeys(("describe", "average", "average_by_gamma", "update"))
+    machine = type("Moments", (MACHINES["Values"],), alone)  # which draws nothing but moments
+    mean = kind.mean
+    monkeypatch.setattr(kind, "mean", lambda self, count: tuple(2.0 * x for x in mean(self, count)))
+    with pytest.raises(AssertionError, match=r"raw .* must be .* within"):
+        for seed in SEEDS:
+            play(machine, seed, SEQUENCES, shrink=False)
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -250,7 +349,32 @@ def test_without_a_fault_nothing_is_found(name: str) -> None:
     assert min(made[0]) > 0
 
 
-# ---- Faults that end a process, or do not let it end ----
+# ---- Faults that show in a process of their own ----
+
+
+def planted_process(target: str, fault: str, rounds: int, folder: Path) -> tuple[str, dict[str, Any]]:
+    """What is told of a process that begins with a fault."""
+    (folder / "sitecustomize.py").write_text(fault)
+    paths = [str(folder), str(TESTS), os.environ.get("PYTHONPATH", os.getcwd())]
+    given = Target(target, {"PYTHONPATH": os.pathsep.join(paths)})
+    return Process(given, ["--seed", "1", "--rounds", str(rounds)], folder).wait(time.time() + 60.0)
+
+
+SPREAD = """
+from cafin_cupy import spread
+made = spread.SpreadUpdate.__init__
+def planted(self, *arguments):
+    made(self, *arguments)
+    self._shares.pop()
+spread.SpreadUpdate.__init__ = planted
+"""
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+def test_a_device_that_is_left_out(tmp_path: Path) -> None:
+    words, _ = planted_process("spread", SPREAD, 10, tmp_path)
+    assert "weights of" in words and "must be" in words
+
 
 PROCESS = """
 import ctypes, time
@@ -265,10 +389,7 @@ cafin_cupy.update.fused_step = planted
 @pytest.mark.parametrize("fault", ["ctypes.string_at(0)", "time.sleep(600)", "raise SystemExit(0)"])
 def test_faults_that_end_a_process(fault: str, tmp_path: Path) -> None:
     """The last calls, and where the process was, are told."""
-    (tmp_path / "sitecustomize.py").write_text(PROCESS.format(fault=fault))
-    paths = [str(tmp_path), str(TESTS), os.environ.get("PYTHONPATH", os.getcwd())]
-    target = Target("numpy", {"PYTHONPATH": os.pathsep.join(paths)})
-    words, report = Process(target, ["--seed", "1", "--rounds", "1"], tmp_path).wait(time.time() + 60.0)
+    words, report = planted_process("numpy", PROCESS.format(fault=fault), 1, tmp_path)
     assert not report
     assert "numpy died with exit code" in words
     assert "its last calls:\nfused_step(" in words

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from cafin_cupy import Averaging, Linear, spread
+from cafin_cupy import Averaging, Linear, cuda_factors, optimizer, spread
 from cafin_cupy.arrays import view
 from cafin_cupy.cuda_update import CudaUpdate, layout, scalars
 from cafin_cupy.factors import ReferenceFactors
@@ -93,6 +93,23 @@ def test_a_failure_on_one_device_refreshes_no_factors_twice() -> None:
         np.testing.assert_array_equal(mine, theirs)
     factors.refreshed = False
     assert not any(share.refreshed for _, share in shares)
+
+
+def test_a_frozen_layer_may_lie_where_nothing_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the lower half of a spread model does: its factors are made beside its weight."""
+    made = {}
+
+    def factors(layers: Any, averaging: Averaging, device: int) -> ReferenceFactors:
+        made[device] = [layer.name for layer in layers]
+        return ReferenceFactors(layers, averaging)
+
+    every = layers()
+    places = {id(layer.weight): 3 if layer.name in ("1", "4") else 0 for layer in every}
+    monkeypatch.setattr(cuda_factors, "CudaFactors", factors)
+    monkeypatch.setattr(optimizer, "view", lambda array, *_: view(array)._replace(device=places[id(array)]))
+    spread_out = optimizer.make_factors(every, Averaging.named("parity", 0.8), "cuda", {0})
+    assert made == {0: ["0", "2", "3"], 3: ["1", "4"]}
+    assert [tuple(H.shape) for H in spread_out.H] == [(columns,) for _, columns in SHAPES]
 
 
 class Recorded:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,14 +14,16 @@ torch = pytest.importorskip("torch")
 
 from helpers import RAW  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
 from torch.overrides import TorchFunctionMode, _get_current_function_mode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
-from torch_helpers import assert_same, everything, near, torch_device, weighted  # noqa: E402, F401
+from torch_helpers import TOLERANCE, assert_same, everything, near, torch_device, weighted  # noqa: E402, F401
 
-from cafin_cupy.adapters import torch_attention  # noqa: E402
+from cafin_cupy.adapters import torch_attention, torch_compiled  # noqa: E402
 from cafin_cupy.adapters.torch import AdaFisher  # noqa: E402
 
 WIDTH, HEADS = 8, 2
+follows = pytest.mark.skipif(not torch_compiled.FOLLOWS, reason="this PyTorch breaks the graph at a hook on a tensor")
 Call = tuple[Tensor, Tensor, Tensor, Tensor]  # query, key, value and output gradient, (L, B, E), in float64
 
 
@@ -390,24 +393,76 @@ def test_hooks_go_with_the_sampled_step(device: str) -> None:
         optimizer.step()
 
 
-def test_compiled(device: str) -> None:
-    """The compiler goes around the attention, whose forward is watched as ever."""
-    results = []
+# Compiled
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@follows
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.filterwarnings("ignore:.*no factors .* for (bias_k, bias_v|in_proj_bias)", "error:.*were not seen")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("kind", ["self", "shared", "apart", "keys"])
+@pytest.mark.parametrize("options", [*OPTIONS, "widths"])
+def test_compiled(options: str, kind: str, backend: str, device: str) -> None:
+    """Factors are the eager module's, with one graph for sampled steps, one for the others, and no break."""
+    runs = []
     for compiled in (False, True):
-        torch._dynamo.reset()
         torch.manual_seed(1)
-        model = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.0).to(device)
-        optimizer = AdaFisher(model, TCov=2)
-        run: Any = torch.compile(model, backend="eager") if compiled else model
+        given = {"kdim": WIDTH, "vdim": WIDTH + 1} if options == "widths" else OPTIONS[options]
+        module = nn.MultiheadAttention(WIDTH, HEADS, **given).to(device)
+        q, k, v = inputs(device, kind, module.batch_first)
+        v = torch.cat([v, v[..., :1]], -1) if options == "widths" else v
+        optimizer = AdaFisher(module, TCov=2)
+        call: Any = torch.compile(module, backend=backend, fullgraph=True) if compiled else module
         for _ in range(4):
             optimizer.zero_grad()
-            weighted(run(inputs(device, "self")[0])).backward()
+            weighted(call(q, k, v)[0]).backward()
             optimizer.step()
-        results.append(everything(optimizer))
-    torch._dynamo.reset()
-    for name, value in results[0].items():
+        runs.append(everything(optimizer))
+    for name, value in runs[0].items():
         if isinstance(value, Tensor):
-            near(value, results[1][name], name)
+            near(runs[1][name], value, name, 5 * TOLERANCE)  # four steps
+    assert all(not torch.equal(F, torch.ones_like(F)) for pair in optimizer.factors().values() for F in pair)
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+
+
+@follows
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_transformer(backend: str, device: str) -> None:
+    """Layers of one class, a frozen matrix, evaluation in between, and two optimizers of one model."""
+    runs: list[list[Any]] = []
+    for compiled in (False, True):
+        torch.manual_seed(1)
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.0, batch_first=True)
+        model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to(device)
+        model.layers[1].self_attn.out_proj.weight.requires_grad_(False)
+        first, second = AdaFisher(model, TCov=2), AdaFisher(model, TCov=2)
+        call: Any = torch.compile(model, backend=backend, fullgraph=True) if compiled else model
+        for _ in range(3):
+            x = inputs(device, "self", True)[0]
+            first.zero_grad()
+            second.zero_grad()
+            weighted(call(x)).backward()
+            first.step()
+            second.step()
+            model.eval()
+            with torch.no_grad():
+                call(x)
+            model.train()
+        runs.append([everything(first), everything(second)])
+    for eager, traced in zip(*runs):
+        for name, value in eager.items():
+            if isinstance(value, Tensor):
+                near(traced[name], value, name, 5 * TOLERANCE)
+    assert not counters["graph_break"]
 
 
 # What stands around it

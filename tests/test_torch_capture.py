@@ -10,7 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import Tensor  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch_helpers import assert_same, exact_float32, images, loss_of, mlp, net, refused, rows  # noqa: E402
 
 from cafin_cupy import BackendError, CafinError, table  # noqa: E402
@@ -66,6 +67,39 @@ def test_replays_train_like_the_iterations_themselves(kind: type[AdaFisher], eve
     assert train(captured, batches, True) == pytest.approx(train(plain, batches, False), rel=1e-5)
     assert_same(captured, plain, 1e-5)  # cuDNN may choose other algorithms under a graph
     assert captured.steps == 14 and all(int(s["step"]) == 14 for s in captured.state.values())
+
+
+class Reader(nn.Module):
+    """An embedding with padding, attention to itself and to other tokens, and a head of the table's width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.table = nn.Embedding(11, 8, padding_idx=0)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.cross = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        y = self.block(x)
+        return self.head(self.cross(y[:, :3], y, x, need_weights=False)[0])
+
+
+@gpu
+@pytest.mark.parametrize("every", [1, 3])
+def test_embeddings_and_attentions_are_captured(every: int) -> None:
+    """Tokens are counted on the device, and the replays count those of their own batch."""
+    model = Reader().cuda()
+    captured = AdaFisher(model, TCov=every, lr=1e-4, capturable=True)
+    plain = AdaFisher(copy.deepcopy(model), TCov=every, lr=1e-4)
+    torch.manual_seed(7)
+    batches = [torch.randint(11, (4, 5), device="cuda") for _ in range(3 * every + 8)]
+    with sdpa_kernel(SDPBackend.MATH):  # the others add in any order
+        losses = train(captured, batches, True)
+        assert losses == pytest.approx(train(plain, batches, False), rel=1e-5)
+    assert_same(captured, plain, 1e-5)
+    assert all(not torch.equal(F, torch.ones_like(F)) for pair in captured.factors().values() for F in pair)
 
 
 @gpu

@@ -27,7 +27,7 @@ from torch_helpers import (  # noqa: E402
     weighted,
 )
 
-from cafin_cupy import Averaging, CafinError  # noqa: E402
+from cafin_cupy import Averaging, CafinError, Embedding  # noqa: E402
 from cafin_cupy.adapters.torch import AdaFisher  # noqa: E402
 
 
@@ -160,6 +160,16 @@ def test_weight_tied_to_an_embedding(device: str, recwarn: pytest.WarningsRecord
     assert set(optimizer.factors()) == {"1"}
     assert_first_step(model[0].weight, old, *optimizer.factors()["1"], 0.1)
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("padding", [None, 2])
+def test_an_embedding_is_read_by_shapes_alone(padding: int | None) -> None:
+    """Without looking at a number, so that the host waits for nothing, and a CUDA graph may capture it: tensors without
+    memory have none to look at."""
+    layer = Embedding(torch.empty(7, 4, device="meta"), padding_idx=padding)
+    h, s = torch.empty(2, 5, dtype=torch.int64, device="meta"), torch.empty(2, 5, 4, device="meta")
+    counts, read = layer.read(h, s)
+    assert counts.shape == (1, 7) and counts.dtype == torch.float32 and read.shape == s.shape
 
 
 def test_embeddings_that_share_their_table(device: str) -> None:

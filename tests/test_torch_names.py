@@ -295,6 +295,22 @@ def test_momentum_that_is_refused(name: str) -> None:
         optimizer.load_momentum(make())
 
 
+def test_momentum_of_a_parameter_of_integers_is_refused() -> None:
+    """It never trains, so it has none."""
+    model = mlp("cpu")
+    model.places = nn.Parameter(torch.arange(3), requires_grad=False)
+    optimizer = run(AdaFisher(model), rows("cpu", 1))
+    entry = {"step": 1, "exp_avg": torch.zeros(3)}
+    (index,) = (k for k, p in enumerate(optimizer.param_groups[0]["params"]) if p is model.places)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][index] = entry
+    words = f"state[{index}]['exp_avg']` must be left out, as its parameter does not train"
+    with refused(optimizer, "load_state_dict", words):
+        optimizer.load_state_dict(state)
+    with refused(optimizer, "load_momentum", words):
+        optimizer.load_momentum({"state": {index: entry}, "param_groups": state["param_groups"]})
+
+
 def test_adams_state_is_refused_with_the_way_to_take_it_over() -> None:
     state = trained(mlp("cpu"), 1, ADAMS["AdamW"]).state_dict()
     with refused(AdaFisher(mlp("cpu")), "load_state_dict: `state_dict` must have the key 'H_D'", "load_momentum("):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -208,6 +209,25 @@ def test_a_changed_TCov_counts_what_was_skipped(device: str) -> None:
     scaled.train(xs, bad)
     scaled.optimizer.TCov = 2
     assert scaled.optimizer.samples  # two steps are complete
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", [".....", "...x..", "....x."])
+def test_a_layer_that_thaws_on_another_device(pattern: str, gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update is a launch on each device from then on, and the host reads the verdict for both. On one real GPU it
+    stays one launch."""
+    if gpu == "cpu":
+        sys.modules["emulation.device"].lend_torch(monkeypatch, 2)
+    bad = [mark == "x" for mark in pattern]
+    xs, scaled = rows(gpu, len(bad)), Scaled(gpu, TCov=100)
+    plain = AdaFisher(mlp(gpu), TCov=100, weight_decay=0.1)
+    vectors = [p for model in (scaled.optimizer.model, plain.model) for p in model.parameters() if p.dim() == 1]
+    for t, (x, spoiled) in enumerate(zip(xs, bad)):
+        for p in vectors:
+            p.requires_grad_(t > 2)
+        scaled.iterate(x, spoiled)
+        run(plain, left([x], [spoiled]))
+    assert_same(scaled.optimizer, plain)
 
 
 @pytest.mark.gpu

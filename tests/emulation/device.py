@@ -11,6 +11,7 @@ import functools
 import itertools
 import os
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -24,27 +25,43 @@ class CUDARuntimeError(RuntimeError):
     pass
 
 
+class _Current(threading.local):
+    """Of each thread its device, as in CUDA."""
+
+    device = 0
+
+
+_current = _Current()
+
+
 class Device:
+    """All devices have the same memory."""
+
+    count = 1
+
     def __init__(self, number: Any = 0) -> None:
         self.id = int(number)
         self.compute_capability = "90"
-        if self.id != 0:
-            raise CUDARuntimeError(f"cudaErrorInvalidDevice: device 0 is the only one, got {self.id}")
+        self._before: list[int] = []
+        if not 0 <= self.id < self.count:
+            raise CUDARuntimeError(f"cudaErrorInvalidDevice: there are {self.count} devices, got {self.id}")
 
     def __int__(self) -> int:
         return self.id
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Device)
+        return isinstance(other, Device) and self.id == other.id
 
     def __hash__(self) -> int:
         return self.id
 
     def __enter__(self) -> Device:
+        self._before.append(_current.device)
+        _current.device = self.id
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        _current.device = self._before.pop()
 
     def synchronize(self) -> None:
         pass
@@ -317,9 +334,9 @@ def install() -> None:
     runtime = _module(
         "cupy.cuda.runtime",
         CUDARuntimeError=CUDARuntimeError,
-        getDevice=lambda: 0,
-        setDevice=_nothing,
-        getDeviceCount=lambda: 1,
+        getDevice=lambda: _current.device,
+        setDevice=lambda number: setattr(_current, "device", number),
+        getDeviceCount=lambda: Device.count,
         deviceGetAttribute=lambda *_: 132,  # number of multiprocessors
         driverGetVersion=lambda: 12080,
         memcpy=_copy,
@@ -370,9 +387,24 @@ def install() -> None:
     ours._driver = Driver  # type: ignore[assignment]
 
 
-def lend_torch(monkeypatch: Any) -> None:
+class Anywhere(int):
+    """The device of a tensor of which nobody knows where it lies: equal to all."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, int)
+
+    def __ne__(self, other: object) -> bool:
+        return not isinstance(other, int)
+
+    __hash__ = int.__hash__
+
+
+def lend_torch(monkeypatch: Any, devices: int = 1) -> None:
     """Let PyTorch's tensors on the CPU count as tensors on the emulated GPU, for one test: the kernels' side of the
-    adapter runs on them. PyTorch's own CUDA stays out: its streams and graphs are not emulated."""
+    adapter runs on them. PyTorch's own CUDA stays out: its streams and graphs are not emulated.
+
+    With several `devices` a parameter's shape decides on which it lies, and other tensors lie where they are wanted.
+    """
     import torch
 
     from cafin_cupy import arrays
@@ -381,8 +413,11 @@ def lend_torch(monkeypatch: Any) -> None:
     look = arrays.torch_view
 
     def view(tensor: Any, where: str, name: str) -> Any:
-        return look(tensor, where, name)._replace(device=0)
+        anywhere = devices > 1 and not isinstance(tensor, torch.nn.Parameter)
+        home = Anywhere() if anywhere else sum(tensor.shape) % devices
+        return look(tensor, where, name)._replace(device=home)
 
+    monkeypatch.setattr(Device, "count", devices)
     for module in (arrays, torch_joining, torch_plan, torch_precision, torch_sampling):
         monkeypatch.setattr(module, "torch_view", view)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)

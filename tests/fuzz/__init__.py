@@ -3,9 +3,10 @@ in a crash, a foreign exception, a silent skip or a changed argument.
 
 `make fuzz` (`python -m fuzz`) starts a process for each *target*: the reference on arrays of NumPy and of PyTorch, the
 PyTorch optimizer by the reference, and the kernels on CuPy arrays. Where there is no GPU they run on the emulated one,
-as they are and under the sanitizers, and so does the PyTorch optimizer, on tensors of the CPU that are lent. A process
-plays *rounds*. In a round hypothesis plays some sequences of calls on a state machine; its seed follows from the run's
-and from the round's number, so that each round can be played again alone, as the report of a failure says.
+as they are and under the sanitizers, and so does the PyTorch optimizer, on tensors of the CPU that are lent to one
+device, and to two. A process plays *rounds*. In a round hypothesis plays some sequences of calls on a state machine;
+its seed follows from the run's and from the round's number, so that each round can be played again alone, as the report
+of a failure says.
 
 A machine holds an optimizer, or some arrays, and what the rule says of them. One of its rules makes a call, after which
 either
@@ -20,8 +21,9 @@ A call that is known to be valid must not be refused, one that is known to be in
 What to read first: `calls.attempt`, which makes a call and compares what was before with what is after, and
 `functions.py`, the smallest machine. Then
 
-- the other machines: `values.py` (descriptors, `Averaging`, the functions of `reference`), `optimizer.py` (`AdaFisher`
-  on arrays), `torch_run.py` with `torch_optimizer.py` (the PyTorch optimizer, on the models of `torch_models.py`);
+- the other machines: `values.py` (descriptors, `Averaging`, the functions of `reference`), `array_run.py` with
+  `optimizer.py` (`AdaFisher` on arrays), `torch_run.py` with `torch_optimizer.py` and `torch_seen.py` (the PyTorch
+  optimizer, on the models of `torch_models.py` and in the groups of `torch_groups.py`);
 - what they draw: `arrays.py` (arrays of every framework, dtype and memory layout), `layers.py` (layers and their
   batches), `bad.py` (what is no number, no array, no list), `faults.py` and `states.py` (arguments and state dicts that
   must be refused);

@@ -42,7 +42,8 @@ def targets(seed: int) -> list[Target]:
         print("fuzz: without the kernels, as there is no C++ compiler; install g++, or set CXX")
         return found
     order = {"EMULATION_ORDER": str(1 + seed % 1000)}
-    found += [Target("emulated", order), Target("lent", order)]  # CuPy arrays; the PyTorch optimizer
+    # CuPy arrays; the PyTorch optimizer; of a model on two devices.
+    found += [Target(name, order) for name in ("emulated", "lent", "spread")]
     sanitized = compiler.sanitized_environment()
     if sanitized is not None:
         found.append(Target("sanitized", {**order, **sanitized}))

@@ -17,6 +17,7 @@ DTYPES = {
     "torch": ("float32", "float64", "float16", "bfloat16"),
     "cupy": ("float32", "float64", "float16"),
 }
+SIXTEEN = ("float16", "bfloat16")
 WRITABLE = ("contiguous", "offset", "channels_last", "fortran", "sliced", "inner", "reversed", "shuffled")
 READABLE = (*WRITABLE, "expanded", "read-only", "dlpack", "cuda interface")
 VALUES = ("plain", "wide", "small", "large", "zero", "equal", "positive")
@@ -74,6 +75,11 @@ def numbers(shape: tuple[int, ...], values: str, seed: int) -> np.ndarray[Any, A
     return x
 
 
+def momenta_of(dtype: str) -> tuple[str, ...]:
+    """What the momentum of a parameter may be, the usual first."""
+    return {"float32": ("float32", *SIXTEEN), "float64": ("float64",)}.get(dtype, ("float32", dtype))
+
+
 class Held:
     """An array, the memory in which it lies (None if nobody knows), and what a call gets of it."""
 
@@ -113,6 +119,12 @@ def make(framework: str, shape: tuple[int, ...], style: Style) -> Held:
     if lends and (style.layout == "dlpack" or framework == "cupy"):
         return Held(array, memory, Lent(array, style.layout))
     return Held(array, memory)
+
+
+def whole_numbers(framework: str, x: Any, dtype: str = "int64") -> Held:
+    """A new array of integers."""
+    xp = import_module(framework)
+    return Held(xp.tensor(x).to(getattr(xp, dtype)) if framework == "torch" else xp.asarray(x.astype(dtype)))
 
 
 def _lie(framework: str, shape: tuple[int, ...], style: Style) -> tuple[list[int], list[int], int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from . import expected
 from .arrays import dtype_of, value
@@ -41,6 +42,7 @@ class Rule:
         Returns:
             True if a NaN has kept the factors as they were; None if rounding decides that.
         """
+        calls = expected.counted(layer, calls)
         raw = expected.raw_moments(layer, calls, scale) if calls else None
         broken = expected.broken(*raw) if raw else False
         if broken is None:
@@ -57,23 +59,51 @@ class Rule:
 
     def finite(self, layer: Geometry, calls: Sequence[Call], scale: float) -> bool | None:
         """Whether the raw moments of a sampled step are; None if rounding decides."""
+        calls = expected.counted(layer, calls)
         raw = expected.raw_moments(layer, calls, scale) if calls else ()
         if any((x.certain & ~np.isfinite(x.value)).any() for x in raw):
             return False
         return True if all(x.certain.all() for x in raw) else None
 
     def pair(self, layer: Geometry, role: str, weight: Any, factors: Any) -> tuple[Rounded, Rounded]:
-        """(H, S) as they enter the update of a layer's "weight" or "bias"."""
-        H, S = (expected.effective(value(F), self.coefficients, self.enters_in(weight)) for F in factors)
-        width = layer.columns
-        return (H[:width] if role == "weight" else H[width : width + 1]), S
+        """(columns, rows) as they enter the update of a layer's "weight" or "bias"."""
+        return layer.of(
+            role, *(expected.effective(value(F), self.coefficients, self.enters_in(weight)) for F in factors)
+        )
 
 
-def check_update(name: str, p: Any, m: Any, was: Sequence[Any], pair: Any, x: Scalars, step: int, scale: float) -> None:
-    """`was`: values of (p, g, m) before the update."""
-    want = expected.updated(*was, pair, x, step, PRECISION[dtype_of(p)], scale)
-    for what, got, right in zip(("parameter", "momentum"), (p, m), want):
-        check(f"{what} {name}", value(got), right)
+def check_update(
+    name: str,
+    p: Any,
+    m: Any,
+    was: Sequence[Any],
+    pair: Any,
+    x: Scalars,
+    step: int,
+    scale: float = 1.0,
+    master: Any = None,
+) -> None:
+    """`was`: values of (p, g, m) before the update; for a parameter with a master p is `what_counts`."""
+    updated = p if master is None else master
+    want = expected.updated(*was, pair, x, step, (dtype_of(updated), dtype_of(m)), scale)
+    for what, got, right in zip(("weights", "momentum"), (updated, m), want):
+        check(f"{what} of {name}", value(got), right)
+    if master is not None:
+        assert np.array_equal(value(p), nearest(value(master), dtype_of(p)), equal_nan=True), (
+            f"{name} is not its master"
+        )
+
+
+def nearest(x: Any, dtype: str) -> Any:
+    """Float32 numbers as they are in another dtype."""
+    return torch.tensor(x).float().to(getattr(torch, dtype)).double().numpy()
+
+
+def what_counts(p: Any, master: Any) -> Any:
+    """What is updated: the master, where the parameter is a copy of it; None for none."""
+    if master is None:
+        return value(p)
+    return np.where(value(p) == nearest(value(master), dtype_of(p)), value(master), value(p))
 
 
 def all_finite(grads: Sequence[Any], moments: Sequence[bool | None] = ()) -> bool | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,92 +17,183 @@ from .rounded import PRECISION, Precision, Rounded, join
 EPSILON = 1e-6
 
 
+CHANNELS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm", "GroupNorm", "InstanceNorm")
+NORMS = (*CHANNELS, "LayerNorm", "RMSNorm")
+TURNED = ("TransposedLinear", "Embedding")  # their weight's rows belong to the input
+
+
 @dataclass(frozen=True)
 class Geometry:
     """What the moments of a layer depend on.
 
     Attributes:
-        kind: "Linear", "Conv2d", "BatchNorm2d" or "LayerNorm".
+        kind: the name of its descriptor.
         weight: shape of the weight.
         bias: there is one.
-        stride, padding, dilation, groups: of a convolution.
+        stride, padding, dilation, groups: of a convolution, a number for each axis of an image.
+        padding_idx: of an embedding.
     """
 
     kind: str
     weight: tuple[int, ...]
     bias: bool
-    stride: tuple[int, int] = (1, 1)
-    padding: tuple[int, int] = (0, 0)
-    dilation: tuple[int, int] = (1, 1)
+    stride: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
+    dilation: tuple[int, ...] = ()
     groups: int = 1
+    padding_idx: int | None = None
 
     @property
     def norm(self) -> bool:
-        return self.kind in ("BatchNorm2d", "LayerNorm")
+        return self.kind in NORMS
+
+    @property
+    def transposed(self) -> bool:
+        """A transposed convolution, whose output meets the taps."""
+        return self.kind.startswith("ConvTranspose")
+
+    @property
+    def convolves(self) -> bool:
+        return self.kind.startswith("Conv")
+
+    @property
+    def taps(self) -> int:
+        """Columns of a convolution's weight."""
+        return math.prod(self.weight[1:])
+
+    @property
+    def outputs(self) -> int:
+        """Entries of a bias."""
+        if self.transposed:
+            return self.weight[1] * self.groups
+        return math.prod(self.weight) if self.kind in ("LayerNorm", "RMSNorm") else self.weight[self.kind in TURNED]
 
     @property
     def rows(self) -> int:
         """Length of S."""
-        return math.prod(self.weight) if self.kind == "LayerNorm" else self.weight[0]
+        return self.taps + self.bias * self.outputs if self.transposed else self.outputs
 
     @property
     def columns(self) -> int:
         """Length of H without its last entry, which is the bias's."""
-        return 1 if self.norm else math.prod(self.weight[1:])
+        if self.norm:
+            return 1
+        return self.weight[0] if self.transposed or self.kind in TURNED else self.taps
 
     @property
     def length(self) -> int:
         """Length of H."""
         return 2 if self.norm else self.columns + self.bias
 
+    def of(self, role: str, H: Rounded, S: Rounded) -> tuple[Rounded, Rounded]:
+        """The vectors (columns, rows) whose outer product is F of the "weight" or "bias"."""
+        if role == "weight":
+            of_weight = (H[: self.columns], S[: self.taps] if self.transposed else S)
+            return of_weight[::-1] if self.transposed or self.kind in TURNED else of_weight  # type: ignore[return-value]
+        return H[self.columns : self.columns + 1], S[self.taps :] if self.transposed else S
 
-Call = tuple[Rounded, Rounded]  # a layer's input and output gradient
+
+class Part(NamedTuple):
+    """A product with some rows of a matrix, from the `first`, where an attention multiplies its thirds apart."""
+
+    h: Rounded
+    s: Rounded
+    first: int
+    rows: int  # that the uppermost part of the matrix has read
 
 
-def raw_moments(layer: Geometry, calls: Sequence[Call], scale: float = 1.0) -> tuple[Rounded, Rounded]:
+Call = tuple[Rounded, Rounded] | Part  # a layer's input and output gradient
+
+
+def raw_moments(layer: Geometry, calls: Sequence[Any], scale: float = 1.0) -> tuple[Rounded, Rounded]:
     """(H, S) of all calls of one step; a loss scale is divided out of S twice."""
-    H, S = {"Linear": _linear, "Conv2d": _conv2d}.get(layer.kind, _norm)(layer, calls)
+    if layer.norm:
+        H, S = _norm(layer, calls)
+    elif layer.transposed:
+        H, S = _transposed(layer, calls)
+    elif layer.convolves:
+        H, S = _convolution(layer, calls)
+    else:
+        H, S = _embedding(layer, calls) if layer.kind == "Embedding" else _linear(layer, calls)
     return H, S / scale / scale
 
 
-def _linear(layer: Geometry, calls: Sequence[Call]) -> tuple[Rounded, Rounded]:
-    rows = [(h.reshape(-1, layer.weight[1]), s.reshape(-1, layer.weight[0])) for h, s in calls]
-    count = sum(len(h.value) for h, _ in rows)
-    H, S = (_total([(x * x).sum(0) for x in part]) / count for part in zip(*rows))
+def counted(layer: Geometry, calls: Sequence[Any]) -> list[Any]:
+    """The calls that say anything: an embedding may have read nothing but padding."""
+    if layer.kind != "Embedding":
+        return list(calls)
+    return [call for call in calls if (call[0].value != layer.padding_idx).any()]
+
+
+def _linear(layer: Geometry, calls: Sequence[Any]) -> tuple[Rounded, Rounded]:
+    inputs, outputs, count = [], [], 0
+    for h, s, *part in calls:
+        H, S = ((x * x).sum(0) for x in (h.reshape(-1, layer.columns), s.reshape(-1, s.value.shape[-1])))
+        read = math.prod(h.value.shape[:-1])
+        if part:  # as many rows as the uppermost part has read; each third of the matrix counts them
+            first, rows = part
+            thirds = 3 * s.value.shape[-1] // layer.rows
+            H, S = H * (thirds * rows / read), S * (3 * rows / read)
+            zeros = [S.like(np.zeros(n)) for n in (first, layer.rows - first - len(S.value))]
+            S, read = join(join(zeros[0], S), zeros[1]), rows * thirds
+        inputs, outputs, count = [*inputs, H], [*outputs, S], count + read
+    return _with_entry(layer, _total(inputs) / count, 1.0), _total(outputs) / count
+
+
+def _embedding(layer: Geometry, calls: Sequence[Any]) -> tuple[Rounded, Rounded]:
+    """A linear layer of one-hot rows, without those that read padding."""
+    hot, squares = [], []
+    for h, s in calls:
+        numbers, rows = h.value.reshape(-1), s.reshape(-1, layer.rows)
+        kept = np.flatnonzero(numbers != layer.padding_idx)
+        hot.append(np.bincount(numbers[kept].astype(int), minlength=layer.columns).astype(float))
+        squares.append((rows[kept] * rows[kept]).sum(0))
+    counts = sum(hot)
+    S = _total(squares)
+    return S.like(counts) / float(np.sum(counts)), S / float(np.sum(counts))
+
+
+def _convolution(layer: Geometry, calls: Sequence[Any]) -> tuple[Rounded, Rounded]:
+    count = sum(s.value.size // s.value.shape[1] for _, s in calls)
+    H = _total([_taps(layer, h * h, s.value.shape[2:]) for h, s in calls]) / (count * layer.taps)
+    S = _total([_of_channels(s * s) for _, s in calls]) / count
+    return _with_entry(layer, H, layer.groups / layer.taps), S
+
+
+def _transposed(layer: Geometry, calls: Sequence[Any]) -> tuple[Rounded, Rounded]:
+    """Input and output exchanged; each output channel's entry for the bias is groups / K * mean s²."""
+    count = sum(h.value.size // h.value.shape[1] for h, _ in calls)
+    H = _total([_of_channels(h * h) for h, _ in calls]) / count
+    S = _total([_taps(layer, s * s, h.value.shape[2:]) for h, s in calls]) / (count * layer.taps)
+    if layer.bias:
+        ratio = [math.prod(h.value.shape[2:]) / math.prod(s.value.shape[2:]) for h, s in calls]
+        each = _total([_of_channels(s * s) * (layer.groups * r) for (_, s), r in zip(calls, ratio)])
+        S = join(S, each / (count * layer.taps))
     return _with_entry(layer, H, 1.0), S
 
 
-def _conv2d(layer: Geometry, calls: Sequence[Call]) -> tuple[Rounded, Rounded]:
-    K = layer.columns
-    count = sum(s.value.size // s.value.shape[1] for _, s in calls)
-    H = _total([_taps(layer, h * h, s.value.shape[2:]) for h, s in calls]) / (count * K)
-    S = _total([(s * s).sum((0, 2, 3)) for _, s in calls]) / count
-    return _with_entry(layer, H, layer.groups / K), S
+def _of_channels(x: Rounded) -> Rounded:
+    return x.sum((0, *range(2, x.value.ndim)))
 
 
-def _taps(layer: Geometry, squares: Rounded, output: tuple[int, ...]) -> Rounded:
-    """Sums over batch, groups and output positions for each entry (c, i, j) of a kernel."""
+def _taps(layer: Geometry, squares: Rounded, positions: tuple[int, ...]) -> Rounded:
+    """Sums over batch, groups and positions for each entry (c, tap) of a kernel."""
     channels, *kernel = layer.weight[1:]
     zero = Rounded(np.zeros((layer.groups, channels)), np.zeros((layer.groups, channels)), squares.precision)
     sums = []
-    for i in range(kernel[0]):
-        for j in range(kernel[1]):
-            rows, columns = (
-                [
-                    pixel
-                    for position in range(output[axis])
-                    if (pixel := position * layer.stride[axis] + tap * layer.dilation[axis] - layer.padding[axis]) >= 0
-                    and pixel < squares.value.shape[2 + axis]
-                ]
-                for axis, tap in ((0, i), (1, j))
-            )
-            seen = squares[:, :, rows][:, :, :, columns] if rows and columns else None
-            sums.append(zero if seen is None else seen.sum((0, 2, 3)).reshape(layer.groups, channels))
+    for tap in np.ndindex(*kernel):
+        seen = squares
+        for axis, place in enumerate(tap):
+            begin = place * layer.dilation[axis] - layer.padding[axis]
+            pixels = [begin + number * layer.stride[axis] for number in range(positions[axis])]
+            inside = [pixel for pixel in pixels if 0 <= pixel < squares.value.shape[2 + axis]]
+            seen = seen[(*[slice(None)] * (2 + axis), inside)]
+        sums.append(_of_channels(seen).reshape(layer.groups, channels) if seen.value.size else zero)
     value, error = (np.array([getattr(x.sum(0), part) for x in sums]) for part in ("value", "error"))
     return Rounded(value.T.reshape(-1), error.T.reshape(-1), squares.precision)
 
 
-def _norm(layer: Geometry, calls: Sequence[Call]) -> tuple[Rounded, Rounded]:
+def _norm(layer: Geometry, calls: Sequence[Any]) -> tuple[Rounded, Rounded]:
     batch = sum(len(h.value) for h, _ in calls)
     units = max(h.value.shape[1] for h, _ in calls)
     u, total = [], []
@@ -111,8 +202,7 @@ def _norm(layer: Geometry, calls: Sequence[Call]) -> tuple[Rounded, Rounded]:
         mean = h.reshape(*h.value.shape[:2], inner).sum((0, 2)) / inner / inner
         missing = Rounded.of(np.zeros(units - len(mean.value)), mean.precision)
         u.append(join(mean, missing))
-        per_entry = s.sum((0, 2, 3)) if layer.kind == "BatchNorm2d" else s.reshape(-1, layer.rows).sum(0)
-        total.append(per_entry)
+        total.append(_of_channels(s) if layer.kind in CHANNELS else s.reshape(-1, layer.rows).sum(0))
     U, T = _total(u), _total(total)
     H = ((U * U).sum() / batch / batch).reshape(1)
     return join(H, H.like([units / batch**2])), T * T / batch
@@ -183,10 +273,14 @@ def updated(
     factors: tuple[Rounded, Rounded] | None,
     x: Scalars,
     step: int,
-    precision: Precision,
+    dtypes: tuple[str, str],
     scale: float = 1.0,
 ) -> tuple[Rounded, Rounded]:
-    """(parameter, momentum) after one update; `factors`: the effective (H, S) of this parameter."""
+    """(parameter, momentum) after one update, of these dtypes; numbers of 16 bits are computed with in float32.
+
+    `factors`: the effective vectors (columns, rows) of this parameter.
+    """
+    precision = PRECISION["float64" if dtypes[0] == "float64" else "float32"]
     p, g, m = (Rounded.of(a, precision) for a in (p, g, m))
     if scale != 1.0:
         g = g / scale
@@ -200,4 +294,5 @@ def updated(
         move = move / F.reshape(*p.value.shape)
     if x.lr * x.weight_decay and x.decoupled:
         move = move + p * (x.lr * x.weight_decay)
-    return p - move, m
+    new = p - move, m
+    return tuple(n if PRECISION[d] is precision else n.to(PRECISION[d]) for n, d in zip(new, dtypes))  # type: ignore[return-value]

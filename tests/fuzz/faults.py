@@ -13,14 +13,21 @@ from array_api_compat import array_namespace
 from .arrays import Held, dtype_of
 from .bad import NO_ARRAYS, bad_scalars
 
-Lists = dict[str, list[Any]]  # params, grads, momenta and factors of a call, still without structure
+Lists = dict[str, list[Any]]  # params, grads, momenta, factors and masters of a call, still without structure
 
 
 class Arguments:
     """The arrays of a call."""
 
-    def __init__(self, p: list[Held], g: list[Held], m: list[Held], pairs: list[tuple[Held, Held] | None]) -> None:
-        self.p, self.g, self.m, self.pairs = p, g, m, pairs
+    def __init__(
+        self,
+        p: list[Held],
+        g: list[Held],
+        m: list[Held],
+        pairs: list[tuple[Held, Held] | None],
+        masters: list[Held] | None = None,
+    ) -> None:
+        self.p, self.g, self.m, self.pairs, self.w = p, g, m, pairs, masters
 
     @property
     def dtype(self) -> str:
@@ -32,6 +39,7 @@ class Arguments:
             "grads": [x.given for x in self.g],
             "momenta": [x.given for x in self.m],
             "factors": [pair and (pair[0].given, pair[1].given) for pair in self.pairs],
+            "masters": [None] * len(self.p) if self.w is None else [x.given for x in self.w],
         }
 
 
@@ -54,6 +62,17 @@ def _pair(change: Callable[[Any, Any], Any]) -> ArrayFault:
         if pair is None or 0 in a.p[k].array.shape:
             return False
         lists["factors"][k] = change(pair[0].array, pair[1].array)
+        return True
+
+    return fault
+
+
+def _master(change: Callable[[Any], Any]) -> ArrayFault:
+    def fault(a: Arguments, lists: Lists, k: int) -> bool:
+        """Where a parameter has none, and may have none, that of a copy is too much."""
+        if a.w is None and a.dtype in ("float16", "bfloat16"):
+            return False
+        lists["masters"][k] = a.p[k].array + 0 if a.w is None else change(a.w[k].array)
         return True
 
     return fault
@@ -128,6 +147,10 @@ ARRAY_FAULTS: dict[str, ArrayFault] = {
     "momenta: another precision": _put("momenta", _other_float),
     "grads: one axis more": _put("grads", lambda a: a[None]),
     "momenta: one axis more": _put("momenta", lambda a: a[None]),
+    "masters: one axis more": _master(lambda a: a[None]),
+    "masters: integers": _master(integers),
+    "masters: another precision": _master(lambda a: _other_float(a)),
+    "masters: a number": _master(lambda a: 1.0),
     "factors: one vector": _pair(lambda H, S: H),
     "factors: three vectors": _pair(lambda H, S: (H, S, S)),
     "factors: too long": _pair(lambda H, S: (H, _cat(S, S))),
@@ -178,10 +201,31 @@ OPTION_FAULTS: dict[str, dict[str, Any]] = {
     "decoupled: a string": {"decoupled": "False"},
     "decoupled: None": {"decoupled": None},
     "error_if_nonfinite: a string": {"error_if_nonfinite": "False"},
+    "stochastic_rounding: a string": {"stochastic_rounding": "no"},
+    "seed: below 0": {"seed": -1},
+    "seed: a fraction": {"seed": 0.5},
     "step: too many": {"step": [1] * 9},
     "step: strings": {"step": ["1", "1"]},
 }
 FAULTS = [*ARRAY_FAULTS, *STRUCTURE_FAULTS, *OPTION_FAULTS]
+
+
+# Of the constructors.
+PRECISION_FAULTS: dict[str, dict[str, Any]] = {
+    "momentum_dtype: integers": {"momentum_dtype": "int32"},
+    "momentum_dtype: 8 bits": {"momentum_dtype": torch.float8_e4m3fn},
+    "momentum_dtype: a number": {"momentum_dtype": 16},
+    "momentum_dtype: a list": {"momentum_dtype": ["bfloat16"]},
+    "momentum_dtype: an array": {"momentum_dtype": np.ones(2)},
+    "master_weights: a string": {"master_weights": "no"},
+    "stochastic_rounding: None": {"stochastic_rounding": None},
+    "stochastic_rounding: of masters": {"stochastic_rounding": True, "master_weights": True},
+    "seed: below 0": {"seed": -1},
+    "seed: too large": {"seed": 2**64},
+    "seed: a fraction": {"seed": 0.5},
+    "seed: None": {"seed": None},
+    "seed: an array": {"seed": np.arange(2)},
+}
 
 
 # ---- Of the constructor of AdaFisher ----
@@ -259,6 +303,7 @@ CONSTRUCTION_FAULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "averaging: None": _set(averaging=None),
     "averaging: a list": _set(averaging=["parity"]),
     "averaging: an array": _set(averaging=np.array(["parity", "paper"])),
+    **{name: _set(**wrong) for name, wrong in PRECISION_FAULTS.items()},
     **{name: _set(**options) for name, options in OPTION_FAULTS.items() if not name.startswith("step: ")},
     **{
         f"{name}: {kind}": _set(**{name: wrong})

@@ -11,14 +11,13 @@ from hypothesis.stateful import precondition, rule
 from cafin_cupy import CafinError, NonFiniteError, fused_step
 from cafin_cupy.backend import DTYPES as KERNEL_DTYPES
 
-from . import expected
-from .arrays import READABLE, WRITABLE, Held, Outline, Style, make, styles
+from .arrays import DTYPES, READABLE, SIXTEEN, WRITABLE, Held, Outline, Style, make, momenta_of, styles
 from .bad import DRESS
 from .calls import Machine, attempt, figures
-from .checks import all_finite
+from .checks import all_finite, check_update, what_counts
 from .expected import Scalars
 from .faults import ARRAY_FAULTS, FAULTS, OPTION_FAULTS, STRUCTURE_FAULTS, Arguments
-from .rounded import PRECISION, Rounded, check
+from .rounded import PRECISION, Rounded
 
 SHAPES = st.one_of(
     st.just((3, 2)),
@@ -84,8 +83,25 @@ class Functions(Machine):
         g=styles((*READABLE, "another framework"), finite=False),
         m=styles(WRITABLE),
         f=styles(("contiguous", "offset", "dlpack", "cuda interface")),
+        momenta=st.integers(0, 2),
+        masters=st.sampled_from(["none", "copied", "others"]),
     )
-    def make_arrays(self, sizes: list[Any], how: str, dtype: str, p: Style, g: Style, m: Style, f: Style) -> None:
+    def make_arrays(
+        self,
+        sizes: list[Any],
+        how: str,
+        dtype: str,
+        p: Style,
+        g: Style,
+        m: Style,
+        f: Style,
+        momenta: int,
+        masters: str,
+    ) -> None:
+        dtype = dtype if dtype in DTYPES[self.framework] else "float32"
+        kinds = [kind for kind in momenta_of(dtype) if kind in DTYPES[self.framework]]
+        of = {"p": dtype, "g": dtype, "m": kinds[momenta % len(kinds)]}
+
         def held(style: Style, shape: tuple[int, ...], number: int, kind: str) -> Held:
             framework = self.framework
             if style.layout == "another framework" and kind != "bfloat16":
@@ -94,8 +110,14 @@ class Functions(Machine):
             return make(framework, shape, style.of(number, kind))
 
         ps, gs, ms = (
-            [held(style, shape, 5 * k + i, dtype) for k, shape in enumerate(sizes)] for i, style in enumerate((p, g, m))
+            [held(style, shape, 5 * k + i, of[name]) for k, shape in enumerate(sizes)]
+            for i, (name, style) in enumerate(zip("pgm", (p, g, m)))
         )
+        ws = None
+        if masters != "none" and dtype in SIXTEEN:  # of the same numbers, of which the parameters are rounded copies
+            ws = [held(p, shape, 5 * k, "float32") for k, shape in enumerate(sizes)]
+            for w in ws if masters == "others" else ():
+                w.array[...] += 1
         wide = "float64" if ps and "float64" in str(ps[0].array.dtype) else "float32"
         positive = Style(f.layout, "positive", wide, f.seed)
         pairs: list[tuple[Held, Held] | None] = []
@@ -104,7 +126,7 @@ class Functions(Machine):
             pairs.append(
                 lengths and (held(positive, lengths[1:], 5 * k + 3, wide), held(positive, lengths[:1], 5 * k + 4, wide))
             )
-        self.arguments = Arguments(ps, gs, ms, pairs)
+        self.arguments = Arguments(ps, gs, ms, pairs, ws)
 
     @precondition(lambda self: self.arguments is not None)
     @rule(
@@ -115,6 +137,7 @@ class Functions(Machine):
         fault=st.one_of(st.none(), st.none(), st.sampled_from(FAULTS)),
         victim=st.integers(0, 3),
         watch=st.booleans(),
+        at_random=st.booleans(),
     )
     def fused_step(
         self,
@@ -125,12 +148,14 @@ class Functions(Machine):
         fault: str | None,
         victim: int,
         watch: bool,
+        at_random: bool,
     ) -> None:
         a = self.arguments
         assert a is not None
         count = len(a.p)
         each = [steps[k % len(steps)] for k in range(count)]
         options: dict[str, Any] = {**vars(x), "step": each if len(steps) > 1 else steps[0], "error_if_nonfinite": watch}
+        options |= {"stochastic_rounding": at_random, "seed": victim}
         options[dress[0]] = DRESS[dress[1]](options[dress[0]])
         x = Scalars(**{name: type(value)(float(options[name])) for name, value in vars(x).items()})
         lists = a.lists()
@@ -147,25 +172,23 @@ class Functions(Machine):
         valid: bool | None = not spoiled
         if valid and self.framework == "cupy" and count and a.dtype in KERNEL_DTYPES:
             columns = [pair and pair[0].array.size for pair in a.pairs]
-            takes = [kernel_takes(p.array, m.array, n) for p, m, n in zip(a.p, a.m, columns)]
+            takes = [kernel_takes(p.array, m.array, n) for x in (a.m, a.w or a.m) for p, m, n in zip(a.p, x, columns)]
             valid = False if False in takes else None if None in takes else True
         kind: type[CafinError] = CafinError
         if valid and watch and not all_finite([g.array for g in a.g]):
             valid, kind = False, NonFiniteError
-        before = [[h.value for h in part] for part in (a.p, a.g, a.m)]
+        masters = [None] * count if a.w is None else [w.array for w in a.w]
+        before = [[what_counts(p.array, w) for p, w in zip(a.p, masters)], *([h.value for h in x] for x in (a.g, a.m))]
         outcome = attempt(
             f"fused_step({'' if not spoiled else fault})",
             lambda: fused_step(**given, **options),
             valid=valid,
             inputs=[a.g, a.pairs, options, given["grads"], given["factors"], Outline(given)],
-            state=[a.p, a.m],
+            state=[a.p, a.m, a.w],
             kind=kind,
         )
         if not outcome.done:
             return
         for k, (p, g, m) in enumerate(zip(*before)):
             pair = a.pairs[k] and tuple(Rounded.of(F.value, PRECISION[str(F.array.dtype)[-7:]]) for F in a.pairs[k])
-            precision = PRECISION[a.dtype]
-            new_p, new_m = expected.updated(p, g, m, pair, x, each[k], precision)
-            check(f"params[{k}]", a.p[k].value, new_p)
-            check(f"momenta[{k}]", a.m[k].value, new_m)
+            check_update(f"params[{k}]", a.p[k].array, a.m[k].array, (p, g, m), pair, x, each[k], 1.0, masters[k])

@@ -15,14 +15,16 @@ from torch import Tensor, nn
 
 from cafin_cupy.adapters.torch import AdaFisher
 
-from .arrays import Style, dtype_of, make
+from .array_run import KEPT
+from .arrays import Style, dtype_of, make, styles, value
 from .bad import DRESS, bad_scalars
 from .calls import attempt
 from .expected import Scalars
+from .faults import PRECISION_FAULTS
 from .functions import DRESSES, SCALARS
-from .optimizer import KEPT
-from .states import KINDS, spoiled, told_twice
-from .torch_run import TorchRun, held_by
+from .states import FORMS, KINDS, MOMENTA, in_form, of_adam, spoiled, told_twice
+from .torch_groups import NO_DIVISIONS
+from .torch_run import TorchRun, held_by, kept
 
 BAD_ARGUMENTS: dict[str, dict[str, Any]] = {
     **{
@@ -47,6 +49,10 @@ BAD_ARGUMENTS: dict[str, dict[str, Any]] = {
     "error_if_nonfinite: a string": {"error_if_nonfinite": "no"},
     "error_if_nonfinite: capturable": {"error_if_nonfinite": True, "capturable": True},
     "grad_scaler: an object": {"grad_scaler": object()},
+    **PRECISION_FAULTS,
+    "maximize: a string": {"maximize": "no"},
+    "differentiable": {"differentiable": True},
+    **{f"an argument of AdamW: {name}": {name: 0.5} for name in ("betas", "eps", "momentum", "amsgrad", "rho")},
 }
 NO_GROUPS: dict[str, Any] = {  # torch says what is wrong with them
     "None": lambda params: None,
@@ -58,6 +64,9 @@ NO_GROUPS: dict[str, Any] = {  # torch says what is wrong with them
     "a set": lambda params: {"params": set(params)},
     "no leaf": lambda params: {"params": [nn.Parameter(torch.ones(2)) * 1]},
     "an array": lambda params: {"params": [np.ones(3)]},
+    "a name of nothing": lambda params: {"params": "nothing.*"},
+    "betas": lambda params: {"params": [nn.Parameter(torch.ones(2))], "betas": (0.9, 0.999)},
+    "integers": lambda params: {"params": [nn.Parameter(torch.ones(2).int(), requires_grad=False)]},
 }
 TORCHS = (TypeError, ValueError, KeyError, AttributeError)
 
@@ -67,9 +76,10 @@ class TorchOptimizer(TorchRun):
 
     # What changes between steps
 
-    @rule(group=st.integers(0, 3), x=SCALARS, dress=DRESSES)
-    def change_scalars(self, group: int, x: Scalars, dress: tuple[str, str]) -> None:
+    @rule(group=st.integers(0, 3), x=SCALARS, dress=DRESSES, maximize=st.booleans())
+    def change_scalars(self, group: int, x: Scalars, dress: tuple[str, str], maximize: bool) -> None:
         number = group % len(self.params)
+        self.opt.param_groups[number]["maximize"], self.signs[number] = maximize, 1 - 2 * maximize
         values = {**{name: getattr(x, name) for name in KEPT}, dress[0]: DRESS[dress[1]](getattr(x, dress[0]))}
         self.opt.param_groups[number].update(values)
         decoupled = self.scalars[number].decoupled
@@ -114,6 +124,15 @@ class TorchOptimizer(TorchRun):
         if p.is_floating_point():
             p.data = make("torch", tuple(p.shape), Style(layout, dtype=dtype_of(p))).array.copy_(p.data)
 
+    @rule(place=st.integers(0, 20), share=st.sampled_from([1.0, 0.5]), seed=st.integers(0, 99))
+    def overwrite(self, place: int, share: float, seed: int) -> None:
+        """What a script writes into a parameter, or into half of it, counts."""
+        p = self.every[place % len(self.every)]
+        if p.is_floating_point():
+            new = make("torch", tuple(p.shape), Style(dtype=dtype_of(p), seed=seed)).array
+            torch.manual_seed(seed)
+            p.data[...] = torch.where(torch.rand(p.shape) <= share, new, p.data)
+
     @rule(seed=st.integers(0, 99))
     def start_again(self, seed: int) -> None:
         """New parameters, in place, which a model that has diverged needs."""
@@ -155,8 +174,49 @@ class TorchOptimizer(TorchRun):
             also=TORCHS if fault in NO_GROUPS else (),
         )
         if outcome.done:
-            self.params.append([p])
-            self.scalars.append(replace(x, decoupled=self.scalars[0].decoupled))
+            self._joined([p], x)
+
+    def _joined(self, params: list[Any], x: Scalars) -> None:
+        self.params.append(params)
+        self.scalars.append(replace(x, decoupled=self.scalars[0].decoupled))
+        self.signs.append(1 - 2 * self.opt.defaults["maximize"])
+
+    @rule(x=SCALARS, bias=st.booleans(), by=st.sampled_from(["pattern", "names", "parameters", "pairs"]))
+    def join(self, x: Scalars, bias: bool, by: str) -> None:
+        """A layer joins the model and the optimizer, which is possible between steps."""
+        if len(self.params) > 2:
+            return
+        late = self.model.late
+        dtype = getattr(torch, self.dtype)
+        late.append(nn.Linear(3, 1, bias=bias, dtype=dtype))
+        name, named = f"late.{len(late) - 1}", list(late[-1].named_parameters())
+        given: Any = {
+            "pattern": f"{name}.*",
+            "names": [f"{name}.{each}" for each, _ in named],
+            "parameters": [p for _, p in named],
+            "pairs": named,
+        }[by]
+        group = {"params": given, **kept(x)}
+        for hook in self.hooks:
+            hook.remove()
+        pending, skips, factors = self.pending, self.skips, held_by(self.opt.factors())
+        outcome = attempt(
+            "torch add_param_group(layer)",
+            lambda: self.opt.add_param_group(group),
+            valid=not any(pending),
+            inputs=group,
+            state=self.everything,
+        )
+        if outcome.done:
+            self._joined([p for _, p in named], x)
+            self.find_layers()
+            now = held_by(self.opt.factors())
+            assert {key: now[key] for key in factors} == factors, "factors have changed as a layer has joined"
+            self.skips = [*skips, *[0] * (len(self.layers) - len(skips))]
+        else:
+            del late[-1]
+            self.find_layers()
+        self.pending = [*pending, *[[] for _ in self.layers[len(pending) :]]]
 
     # Copies and checkpoints
 
@@ -164,18 +224,24 @@ class TorchOptimizer(TorchRun):
     def save(self) -> None:
         state = attempt("torch state_dict()", self.opt.state_dict, valid=True, inputs=self.everything).result
         steps = [self.steps.get(id(p), 0) for p in self.every]
-        self.saved = [*self.saved[-2:], (copy.deepcopy(state), steps, list(self.scalars), self.t)]
+        own = list(self.scalars), list(self.signs), self.t
+        self.saved = [*self.saved[-2:], (copy.deepcopy(state), steps, *own)]
 
     @precondition(lambda self: self.saved)
-    @rule(which=st.integers(0, 2), kind=st.one_of(st.none(), st.sampled_from(KINDS)), pick=st.integers(0, 500))
-    def load(self, which: int, kind: str | None, pick: int) -> None:
-        saved, steps, scalars, t = self.saved[which % len(self.saved)]
+    @rule(
+        which=st.integers(0, 2),
+        kind=st.one_of(st.none(), st.sampled_from(KINDS)),
+        pick=st.integers(0, 500),
+        form=st.sampled_from(FORMS),
+    )
+    def load(self, which: int, kind: str | None, pick: int, form: str) -> None:
+        saved, steps, scalars, signs, t = self.saved[which % len(self.saved)]
         fits = [len(g["params"]) for g in saved["param_groups"]] == [len(g) for g in self.params]
-        given = saved if kind is None else spoiled(saved, kind, pick)
+        given = in_form(saved, form, pick) if kind is None else spoiled(saved, kind, pick)
         if given is None:
             return
         outcome = attempt(
-            f"torch load_state_dict({kind or ''})",
+            f"torch load_state_dict({kind or form})",
             lambda: self.opt.load_state_dict(given),
             valid=fits and (kind is None or (None if kind == "a key is missing" and told_twice(pick) else False)),
             inputs=[saved, given],
@@ -183,10 +249,65 @@ class TorchOptimizer(TorchRun):
         )
         if not outcome.done:
             return
-        self.t, self.scalars, self.skips = t, list(scalars), [0] * len(self.layers)
+        self.t, self.scalars, self.signs = t, list(scalars), list(signs)
+        self.skips = [0] * len(self.layers)
         self.steps = {id(p): n for p, n in zip(self.every, steps) if n}
         self.forget()
         assert held_by(self.opt.state_dict()) == held_by(saved)
+
+    @rule(
+        form=st.sampled_from(["groups", "one group", "names"]),
+        fault=st.one_of(st.none(), st.sampled_from(MOMENTA)),
+        pick=st.integers(0, 500),
+        dtype=st.sampled_from(["float32", "bfloat16", "float64"]),
+    )
+    def load_momentum(self, form: str, fault: str | None, pick: int, dtype: str) -> None:
+        """Of another optimizer, for some of the parameters."""
+        own = {id(p): name for name, p in self.model.named_parameters()}
+        foreign = any(id(p) not in own for p in self.every)
+        if form != "groups" and foreign:
+            return  # they have no names, and no place in the model
+        groups = self.params if form == "groups" else [list(self.model.parameters())]
+        given, entries = of_adam(groups, own if form == "names" else None, fault, pick, dtype)
+        outcome = attempt(
+            f"torch load_momentum({fault or ''})",
+            lambda: self.opt.load_momentum(given),
+            valid=fault is None,
+            inputs=given,
+            state=self.everything,
+        )
+        if not outcome.done:
+            return
+        for p, count, average in entries:
+            self.steps[id(p)] = count
+            got = self.opt.state[p]["exp_avg"]
+            assert np.array_equal(value(got), value(average.to(got.dtype)), equal_nan=True)
+
+    @precondition(lambda self: not any(self.pending) and not self.odd)
+    @rule(other=st.sampled_from([0, 7, 2**63]), style=styles(("contiguous",)), form=st.sampled_from(FORMS))
+    def resume(self, other: int, style: Style, form: str) -> None:
+        """The next step of an optimizer that has had another seed until it loaded the state, has the same bits."""
+        own = {id(p) for p in self.model.parameters()}
+        if any(id(p) not in own for p in self.every):
+            return
+        for hook in self.hooks:
+            hook.remove()
+        state = in_form(copy.deepcopy(self.opt.state_dict()), form, other % 500)
+        model, params = copy.deepcopy((self.model, self.params))
+        self.find_layers()
+        options = {**self.options, "seed": other, "param_groups": [{"params": group} for group in params]}
+        twin = type(self.opt)(model, **options)
+        attempt(f"torch load_state_dict({form})", lambda: twin.load_state_dict(state), valid=True, inputs=state)
+        twin.TCov, twin.error_if_nonfinite = self.TCov, self.opt.error_if_nonfinite
+        copies = [p for group in params for p in group]
+        for k, pair in enumerate(zip(self.every, copies)):
+            g = make("torch", tuple(pair[0].shape), style.of(k, dtype_of(pair[0]))).array
+            for p in pair:
+                p.grad = g.clone() if p.requires_grad else None
+        twin.step()
+        self._step("torch step()", self.opt.step)
+        assert held_by(twin.state_dict()) == held_by(self.opt.state_dict())
+        assert [held_by(p) for p in copies] == [held_by(p) for p in self.every]
 
     @rule(how=st.sampled_from(["deepcopy", "pickle"]), adopt=st.booleans())
     def duplicate(self, how: str, adopt: bool) -> None:
@@ -220,9 +341,11 @@ class TorchOptimizer(TorchRun):
 
     # Calls that are always refused
 
-    @rule(fault=st.sampled_from(sorted(BAD_ARGUMENTS)))
+    @rule(fault=st.sampled_from([*sorted(BAD_ARGUMENTS), *NO_DIVISIONS]))
     def refused_construction(self, fault: str) -> None:
-        arguments = {"model": self.model, **BAD_ARGUMENTS[fault]}
+        arguments = {"model": self.model, **BAD_ARGUMENTS.get(fault, {})}
+        if fault in NO_DIVISIONS:
+            arguments["param_groups"] = NO_DIVISIONS[fault](self.model)
         attempt(f"torch AdaFisher({fault})", lambda: AdaFisher(**arguments), valid=False, inputs=self.everything)
 
     @precondition(lambda self: self.framework == "torch")  # else it may go well, which takes a GPU

@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
-from torch import Tensor, nn
+from torch import Tensor
 
 from cafin_cupy import CafinError, NonFiniteError
 from cafin_cupy.adapters.torch import AdaFisher, AdaFisherW
 
-from .arrays import Style, dtype_of, fingerprint, make, styles, value
-from .calls import Machine, attempt, figures
-from .checks import Rule, all_finite, check_update, exact
-from .expected import Geometry, Scalars
+from .array_run import KEPT, PRECISIONS, RULES, coefficients, fitting_precision
+from .arrays import DTYPES, Style, dtype_of, fingerprint, make, momenta_of, styles, value
+from .calls import attempt, figures
+from .checks import Rule, all_finite, check_update, what_counts
+from .expected import Scalars
 from .functions import SCALARS
-from .optimizer import KEPT, RULES, coefficients
-from .torch_models import MODELS, build, geometry, seen
+from .torch_groups import DIVISIONS, divide, possible
+from .torch_models import MODELS, build
+from .torch_seen import Watched
 
 LAYOUTS = ("contiguous", "fortran", "channels_last", "sliced", "inner", "offset", "shuffled")
 ODD = ("expanded", "negative", "sparse")  # gradients that torch itself neither adds to nor clears
 torch.set_num_threads(1)
 
 
-class TorchRun(Machine):
+class TorchRun(Watched):
     """Attributes:
-    params: of each parameter group; scalars: those of each.
+    params: of each parameter group; scalars: those of each; signs: -1 of those that maximize.
     t: completed steps; steps: those of each parameter, by its id.
-    layers: each with its weight and bias; places: of a module's layer, by the module's id; names: by its name.
-    pending: of each layer, the (h, s) of the coming sampled step.
     skips: of each layer, how often a NaN has kept its factors as they were.
+    devices: over how many the model is spread.
     """
+
+    devices = 1
 
     @initialize(
         name=st.sampled_from(sorted(MODELS)),
-        dtype=st.sampled_from(["float32", "float32", "float64", "bfloat16"]),
+        dtype=st.sampled_from(["float32", "float32", "float64", "bfloat16", "bfloat16"]),
         seed=st.integers(0, 99),
         channels_last=st.booleans(),
         capturable=st.booleans(),
@@ -44,6 +48,10 @@ class TorchRun(Machine):
         gamma=st.sampled_from([0.8, 0.0, 1.0]),
         TCov=st.sampled_from([1, 2, 3, 100]),
         x=SCALARS,
+        others=SCALARS,
+        precision=PRECISIONS,
+        division=st.sampled_from(sorted(DIVISIONS)),
+        maximize=st.sampled_from([False, False, True]),
     )
     def construct(
         self,
@@ -56,45 +64,50 @@ class TorchRun(Machine):
         gamma: float,
         TCov: int,
         x: Scalars,
+        others: Scalars,
+        precision: dict[str, Any],
+        division: str,
+        maximize: bool,
     ) -> None:
-        self.images, self.sample = name == "images", MODELS[name][1]
-        self.model = build(name, dtype, seed, channels_last and self.images)
+        self.kind = MODELS[name]
+        self.model = build(name, dtype, seed, channels_last and name == "images")
         if self.framework == "lent":  # the kernels refuse other layouts
             for p in self.model.parameters():
                 p.data = p.data if p.dim() == 4 else p.data.contiguous()
         self.dtype, self.TCov, self.t = dtype, TCov, 0
         self.average = Rule(coefficients(RULES[averaging], gamma))
-        self.scalars = [x]
+        self.precision = fitting_precision(precision, dtype, DTYPES["torch"])
         self.steps: dict[int, int] = {}
         self.odd: set[int] = set()  # parameters with an odd gradient
         self.saved: list[Any] = []
-        options = {key: getattr(x, key) for key in KEPT}
-        options |= {"averaging": RULES[averaging], "gamma": gamma, "TCov": TCov, "capturable": capturable}
+        self.options = {"averaging": RULES[averaging], "gamma": gamma, "TCov": TCov, **torchs(self.precision)}
+        self.options["capturable"] = capturable and self.devices == 1
         kind: Any = AdaFisherW if x.decoupled else AdaFisher
-        self.opt: Any = attempt(
-            "torch AdaFisher()", lambda: kind(self.model, **options), valid=True, inputs=[*self.model.parameters()]
-        ).result
-        self.params: list[list[Any]] = [list(self.model.parameters())]
+        own = [x, *[replace(others, decoupled=x.decoupled)] * 2]  # the last group has the optimizer's
+        asked, self.params = divide(self.model, division)
+        groups = [{"params": each, **kept(scalars), "maximize": False} for each, scalars in zip(asked, own[1:])]
+        self.opt: Any = None
+        if asked:
+            self._make(kind, x, maximize, groups, possible(self.model, self.params, asked))
+        if self.opt is None:
+            groups, self.params = [], [list(self.model.parameters())]
+            self._make(kind, x, maximize, None, True)
+        rest = len(self.params) - len(groups)
+        self.scalars, self.signs = [*own[1:][: len(groups)], *[x] * rest], [1] * len(groups) + [1 - 2 * maximize] * rest
         self.find_layers()
         self.skips = [0] * len(self.layers)
         for p in self.every:
             figures.seen(p.shape)
 
-    def find_layers(self) -> None:
-        self.layers: list[tuple[Geometry, Any, Any]] = []
-        self.places: dict[int, int] = {}
-        self.names: dict[str, int] = {}
-        for name, module in self.model.named_modules():
-            layer = geometry(module)
-            if layer is None:
-                continue
-            weight, bias = module.weight, module.bias
-            same = [k for k, (_, w, b) in enumerate(self.layers) if w is weight and b is bias]
-            if not same:
-                self.layers.append((layer, weight, bias))
-            self.places[id(module)] = self.names[name] = same[0] if same else len(self.layers) - 1
-        self.forget()
-        self.hooks = [m.register_forward_hook(self._forward) for m in self.model.modules() if id(m) in self.places]
+    def _make(self, kind: Any, x: Scalars, maximize: bool, groups: Any, valid: bool) -> None:
+        options = {**kept(x), **self.options, "maximize": maximize, "param_groups": groups}
+        outcome = attempt(
+            "torch AdaFisher()",
+            lambda: kind(self.model, **options),
+            valid=valid,
+            inputs=[[*self.model.parameters()], options],
+        )
+        self.opt = outcome.result if outcome.done else None
 
     # What must be known of the optimizer
 
@@ -109,7 +122,7 @@ class TorchRun(Machine):
     def but_gradients(self) -> list[Any]:
         opt = self.opt
         states = [as_told(opt.state.get(p)) for p in self.every]
-        scalars = [[group[name] for name in KEPT] for group in opt.param_groups]
+        scalars = [[group[name] for name in (*KEPT, "maximize")] for group in opt.param_groups]
         options = [opt.steps, opt.TCov, opt.error_if_nonfinite]
         left = [name for name in vars(opt) if not name.startswith("_")]  # a scaler may leave something there
         return [self.every, states, opt.factors(), opt.skipped_refreshes(), scalars, options, left]
@@ -123,16 +136,15 @@ class TorchRun(Machine):
         first = {k: name for name, k in reversed(self.names.items())}
         return [named[first[k]] for k in range(len(self.layers))]
 
-    def forget(self) -> None:
-        """As an optimizer that drops its sums."""
-        self.pending: list[list[Any]] = [[] for _ in self.layers]
-
     @invariant()
     def counts(self) -> None:
         if not hasattr(self, "opt"):
             return
         opt = self.opt
         assert (opt.steps, opt.TCov, opt.samples) == (self.t, self.TCov, self.samples)
+        assert [list(map(id, group["params"])) for group in opt.param_groups] == [
+            list(map(id, group)) for group in self.params
+        ]
         trained = [p for p in self.every if p.requires_grad or id(p) in self.steps] or self.every
         kernels = self.framework == "lent" and all(p.dtype is not torch.float64 for p in trained)
         assert opt.backend == ("cuda" if kernels else "reference")
@@ -145,25 +157,16 @@ class TorchRun(Machine):
 
     # Forward and backward
 
-    def _forward(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Hook of each layer: what the optimizer must get to see."""
-        trains = any(p is not None and p.requires_grad for p in (module.weight, module.bias))
-        active = module.training or self.model.training
-        if not (self.samples and trains and active and torch.is_grad_enabled() and output.requires_grad):
-            return
-        h, place = exact(seen(module, args[0])), self.places[id(module)]
-
-        def backward(s: Tensor) -> None:
-            if self.samples and s.numel() and h.value.size:
-                self.pending[place].append((h, exact(s)))
-
-        output.register_hook(backward)
-
     def loss(self, batch: int, style: Style, train: bool = True, trained_input: bool = False) -> Tensor:
         """A loss whose gradient differs from entry to entry; it has one even where nothing trains."""
         self.model.train(train)
-        x = make("torch", (max(batch, int(self.images)), *self.sample), style.of(0, self.dtype)).array
-        out = self.model(x.requires_grad_(trained_input)).float()
+        x = make("torch", (max(batch, self.kind.least), *self.kind.sample), style.of(0, self.dtype)).array
+        if self.kind.words:
+            x = x.float().abs().long() % self.kind.words
+        else:
+            x.requires_grad_(trained_input)
+        with self._products():
+            out = self.model(x).float()
         weights = torch.arange(out.numel()).reshape(out.shape).sin() / max(1, out.numel())
         return (out * weights).sum() + torch.zeros((), requires_grad=True)
 
@@ -281,8 +284,9 @@ class TorchRun(Machine):
         """A step, the gradients of which are multiplied by `scale`, and the output gradients by `loss_scale`."""
         opt, every = self.opt, self.every
         valid = valid and all(p.grad is None or p.grad.layout is torch.strided for p in every)
-        momenta = [value(opt.state[p]["exp_avg"] if p in opt.state else torch.zeros(p.shape)) for p in every]
-        params = [value(p) for p in every]
+        fresh = [p not in opt.state for p in every]
+        momenta = [value(torch.zeros(p.shape) if n else opt.state[p]["exp_avg"]) for p, n in zip(every, fresh)]
+        params = [what_counts(p, None if n else opt.state[p].get("master")) for p, n in zip(every, fresh)]
         still = [p for p in every if p.grad is None]
         factors, traces = (
             [tuple(map(value, pair)) for pair in self.of_layers(self.opt.factors())],
@@ -291,7 +295,8 @@ class TorchRun(Machine):
         state, grads = self.but_gradients if closure else self.everything, [] if closure else [p.grad for p in every]
 
         def read() -> Any:
-            return [grads, still, [held_by(opt.state.get(p)) for p in still]]  # a momentum may follow its parameter
+            # A momentum may follow its parameter in memory, and a master start from it.
+            return [grads, still, [held_by(self._state(p)) for p in still]]
 
         finite: bool | None = True
         if valid and opt.error_if_nonfinite:
@@ -312,12 +317,19 @@ class TorchRun(Machine):
                 "factors have changed on an unsampled step"
             )
         self.t += 1
-        scalars = [x for group, x in zip(self.params, self.scalars) for _ in group]
-        for k, p in enumerate(every):
+        of_groups = [pair for group, *pair in zip(self.params, self.scalars, self.signs) for _ in group]
+        usual = self.precision["momentum_dtype"] or momenta_of(self.dtype)[0]
+        for k, (p, (x, sign)) in enumerate(zip(every, of_groups)):
             if p.grad is not None:
                 self.steps[id(p)] = self.steps.get(id(p), 0) + 1
                 was = params[k], value(p.grad), momenta[k]
-                self._check_parameter(str(k), p, was, scalars[k], scale)
+                assert not fresh[k] or dtype_of(opt.state[p]["exp_avg"]) == usual
+                self._check_parameter(str(k), p, was, x, sign * scale)
+
+    def _state(self, p: Any) -> Any:
+        state = self.opt.state.get(p)
+        whole = state and self.precision.get("master_weights") and p.element_size() == 2
+        return {"master": p.detach().float(), **state} if whole else state
 
     def _finite(self, loss_scale: float) -> bool | None:
         """Whether all that the coming step will use is."""
@@ -332,7 +344,19 @@ class TorchRun(Machine):
                 pair = self.average.pair(
                     layer, "weight" if p is weight else "bias", weight, self.of_layers(self.opt.factors())[k]
                 )
-        check_update(name, p, self.opt.state[p]["exp_avg"], was, pair, x, self.steps[id(p)], scale)
+        state = self.opt.state[p]
+        assert ("master" in state) == ("master" in self._state(p))
+        check_update(name, p, state["exp_avg"], was, pair, x, self.steps[id(p)], scale, state.get("master"))
+
+
+def kept(x: Scalars) -> dict[str, Any]:
+    return {name: getattr(x, name) for name in KEPT}
+
+
+def torchs(precision: dict[str, Any]) -> dict[str, Any]:
+    """The same options with a dtype of PyTorch."""
+    name = precision["momentum_dtype"]
+    return {**precision, "momentum_dtype": name and getattr(torch, name)}
 
 
 def as_told(state: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -20,15 +20,16 @@ from .checks import exact
 from .expected import Geometry, Scalars
 from .faults import integers
 from .functions import SCALARS, SHAPES, SPLITS, split
-from .layers import Batch, batches, bias_shape, descriptor, geometries, options, shapes, wrong_shapes
+from .layers import Batch, batches, bias_shape, descriptor, entering, geometries, options, shapes, wrong_shapes
 from .rounded import PRECISION, Rounded, check
 
 NO_WEIGHTS = {name: x for name, x in NO_ARRAYS.items() if isinstance(x, type) or not hasattr(x, "ndim")}
 WRONG_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "stride": (0, -1, 1.5, "1", None, (1,), (1, 1, 1), (1, 0), (1, None), [], True, (True, 1), np.ones(2), 1j),
-    "padding": (-1, 1.5, "same", None, (1,), (0, 0, 0), (0, -1), [], True, np.ones(2), float("nan")),
+    "stride": (0, -1, 1.5, "1", None, (1, 1, 1, 1), (1, 0), (1, None), [], True, (True, 1), np.ones(2), 1j),
+    "padding": (-1, 1.5, "same", None, (0, 0, 0, 0), (0, -1), [], True, np.ones(2), float("nan")),
     "dilation": (0, -1, 2.0, "1", None, (), (1, 0), {}, True, float("inf")),
     "groups": (0, -1, 1.0, "1", None, (1,), True, 10**9, np.ones(1)),
+    "padding_idx": (10**9, -(10**9), 1.5, "1", True, (0,), []),
     "name": (1, [], {}, b"fc", 0.5, object()),
 }
 READ = tuple(
@@ -49,21 +50,22 @@ class Values(Machine):
         bias: Any = make(self.framework, bias_shape(layer), style).array if layer.bias else None
         given: dict[str, Any] = options(layer)
         if numpy_numbers:
-            given = {k: np.int64(v) if isinstance(v, int) else [np.int32(n) for n in v] for k, v in given.items()}
+            dress = lambda v: np.int64(v) if isinstance(v, int) else v and [np.int32(n) for n in v]  # noqa: E731
+            given = {k: dress(v) for k, v in given.items()}
         if fault == "weight":
             weight = list(NO_WEIGHTS.values())[which % len(NO_WEIGHTS)]
         elif fault == "bias":
             wrong = [x for x in NO_WEIGHTS.values() if x is not None]
             bias = wrong[which % len(wrong)]
-        elif fault == "axes" and layer.kind != "LayerNorm":
+        elif fault == "axes" and layer.kind not in ("LayerNorm", "RMSNorm"):
             weight = make(self.framework, (*layer.weight, 1), style).array
         elif fault == "axes":
             weight = make(self.framework, (), style).array
         elif fault == "size":
-            bias = make(self.framework, (layer.rows + 1,), style).array
+            bias = make(self.framework, (layer.outputs + 1,), style).array
         elif fault == "name":
             given["name"] = WRONG_OPTIONS["name"][which % len(WRONG_OPTIONS["name"])]
-        elif fault in WRONG_OPTIONS and layer.kind == "Conv2d":
+        elif fault in options(layer):
             given[fault] = WRONG_OPTIONS[fault][which % len(WRONG_OPTIONS[fault])]
         else:
             fault = None
@@ -170,7 +172,7 @@ class Values(Machine):
         if outcome.done:
             precision = PRECISION[dtype]
             factors = (Rounded.of(pair[0].value, precision), Rounded.of(pair[1].value, precision)) if pair else None
-            want = expected.updated(p.value, g.value, m.value, factors, x, step, precision)
+            want = expected.updated(p.value, g.value, m.value, factors, x, step, (dtype, dtype))
             for name, got, right in zip(("p", "m"), outcome.result, want):
                 check(name, value(got), right)
 
@@ -202,9 +204,13 @@ class Values(Machine):
             wrong = list(wrong_shapes(layer, *fitting).values())
             given = wrong[which % len(wrong)] if fault == "shapes" else fitting
             held = [make(self.framework, shape, styled.of(2 * number + k)) for k, shape in enumerate(given)]
+            floats, held[0] = held[0].array, entering(layer, held[0], self.framework)
             arrays: list[Any] = [x.array for x in held]
-            if fault == "integers":
-                arrays[which % 2] = integers(arrays[which % 2])
+            if fault == "integers" and which % 2 and layer.kind == "Embedding":
+                arrays[0] = floats
+            elif fault == "integers":
+                place = 1 if layer.kind == "Embedding" else which % 2
+                arrays[place] = integers(arrays[place])
             elif fault == "h":
                 arrays[which % 2] = list(NO_ARRAYS.values())[which // 2 % len(NO_ARRAYS)]
             outcome = attempt(
@@ -240,6 +246,9 @@ class Values(Machine):
             inputs=total,
         )
         if not outcome.done:
+            return
+        if not expected.counted(layer, pairs):
+            assert np.isnan(value(outcome.result[0])).all(), "raw moments of nothing but padding must be NaN"
             return
         want = expected.raw_moments(layer, pairs, scale)
         for name, got, right in zip("HS", outcome.result, want):

@@ -34,19 +34,21 @@ def machines(target: str) -> list[type[Machine]]:
     from .torch_optimizer import TorchOptimizer
     from .values import Values
 
-    if target in ("emulated", "sanitized", "lent"):
+    devices = 2 if target == "spread" else 1
+    if target in ("emulated", "sanitized", "lent", "spread"):
         from emulation import device
 
         device.install()
-    if target == "lent":
-        device.lend_torch(pytest.MonkeyPatch())
-    if target in ("adapter", "lent"):
-        framework, found = ("lent" if target == "lent" else "torch"), [TorchOptimizer]
+    if target in ("lent", "spread"):
+        device.lend_torch(pytest.MonkeyPatch(), devices)
+    if target in ("adapter", "lent", "spread"):
+        framework, found = ("torch" if target == "adapter" else "lent"), [TorchOptimizer]
     elif target in ("cupy", "emulated", "sanitized"):
         framework, found = "cupy", [Functions, Optimizer]
     else:
         framework, found = target, [Functions, Optimizer, Values]
-    return [type(machine.__name__, (machine,), {"framework": framework}) for machine in found]
+    own = {"framework": framework, "devices": devices}
+    return [type(machine.__name__, (machine,), own) for machine in found]
 
 
 def play(machine: type[Machine], seed: Any, sequences: int = SEQUENCES, shrink: bool = True) -> None:
