@@ -85,6 +85,9 @@ def watch(h: Tensor, out: Tensor, key: str) -> None:
     out.register_hook(lambda s: receive(kept, s, key, call))
 
 
+torch.fx.has_side_effect(watch)  # or graphs that are split, as for DistributedDataParallel, would lose it
+
+
 def receiver(key: str) -> tuple[Any, Any, Any] | None:
     """(tap, optimizer, module) that a running graph means; None if its gradients count for nothing now."""
     tap = _hooks.get(key)

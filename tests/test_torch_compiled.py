@@ -253,6 +253,19 @@ def test_no_compiler_replays_a_sampled_step(device: str) -> None:
     assert seen == [(True, True), (False, False)]
 
 
+def test_no_compiler_drops_a_layer(device: str) -> None:
+    """As those that split a graph do with what nobody reads."""
+
+    def without_dead_code(graph: Any, inputs: Any) -> Any:
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        return graph.forward
+
+    optimizer = AdaFisher(mlp(device), TCov=3)
+    compiled_run(optimizer, torch.compile(optimizer.model, backend=without_dead_code), rows(device, 4))
+    assert_same(optimizer, run(AdaFisher(mlp(device), TCov=3), rows(device, 4)), 5 * TOLERANCE)
+
+
 @pytest.mark.gpu
 def test_cuda_graphs_of_a_compiler() -> None:
     if not torch.cuda.is_available():
