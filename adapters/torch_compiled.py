@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from .torch_internals import exporting, transforming
+from .torch_internals import calling_frame, exporting, transforming
 
 if TYPE_CHECKING:
     from .torch_attention import Watch
@@ -55,6 +55,13 @@ def _enters(key: str) -> bool:
     return tap.trains and not transforming()
 
 
+@torch.compiler.assume_constant_result
+def _is_alone() -> bool:
+    """Runs when Dynamo traces a layer: True if the hook is all that the graph will hold, as Dynamo does not follow what
+    calls it (a Sequential that is compiled in place, or within what breaks graphs)."""
+    return calling_frame() == "__call__"
+
+
 def wanted(tap: Tap | Watch) -> bool:
     """What Dynamo traces of a hook first: True if the graph will hold more of it."""
     if exporting():
@@ -70,7 +77,13 @@ def trace(tap: Tap, module: Any, args: Any, kwargs: Any, output: Any) -> None:
     h, out = tap.kind.take(module, args, kwargs, output)
     if not isinstance(h, Tensor) or not isinstance(out, Tensor) or not out.requires_grad:
         return
-    watch(h, out, tap.key + "")
+    if _is_alone():
+        kept, key, call = h.detach().clone(), tap.key + "", 0
+        out.register_hook(
+            lambda s: receive(kept, s, key, call)
+        )  # a hook on an input of the graph: Dynamo leaves it alone
+    else:
+        watch(h, out, tap.key + "")
 
 
 @torch.compiler.allow_in_graph

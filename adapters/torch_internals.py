@@ -50,3 +50,9 @@ exporting = _found(torch.compiler, "is_exporting", lambda: False)
 # Counts a change in place of each tensor, so that a graph that saved old values notices; the documented function takes
 # a frame of Python more.
 count_changes = _found(torch._C, "_increment_version", torch.autograd.graph.increment_version)
+
+
+def calling_frame() -> str:
+    """The name of the function at which Dynamo has begun the graph that it traces."""
+    stack = torch._guards.TracingContext.extract_stack()
+    return stack[0].name if stack else ""

@@ -266,6 +266,15 @@ def test_no_compiler_drops_a_layer(device: str) -> None:
     assert_same(optimizer, run(AdaFisher(mlp(device), TCov=3), rows(device, 4)), 5 * TOLERANCE)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_layer_whose_caller_is_not_compiled(backend: str, device: str) -> None:
+    """Dynamo does not follow the forward of a Sequential that is compiled in place: the hook is a graph by itself."""
+    optimizer = AdaFisher(mlp(device), TCov=3)
+    optimizer.model.compile(backend=backend)
+    compiled_run(optimizer, optimizer.model, rows(device, 4))
+    assert_same(optimizer, run(AdaFisher(mlp(device), TCov=3), rows(device, 4)), 5 * TOLERANCE)
+
+
 @pytest.mark.gpu
 def test_cuda_graphs_of_a_compiler() -> None:
     if not torch.cuda.is_available():
