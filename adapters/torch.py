@@ -21,7 +21,7 @@ from cafin_cupy.rule import DEFAULT_GAMMA, Averaging, Hyper, flag
 from cafin_cupy.summary import Summary, summarise
 
 from .torch_capture import RUN_FIRST, CapturedIteration, check_capture
-from .torch_checks import check_callable, check_finite, check_model, check_momenta, check_ranks
+from .torch_checks import check_callable, check_finite, check_model, check_momenta
 from .torch_groups import Group, check_arguments, check_groups, groups_of
 from .torch_inference import leaves_inference_mode
 from .torch_internals import global_post_hooks, global_pre_hooks, profiling
@@ -29,8 +29,10 @@ from .torch_joining import join
 from .torch_kinds import register_layer, unregister_layer
 from .torch_parts import parts, rates
 from .torch_plan import Plan
+from .torch_ranks import check_dist, check_divide_factor, check_every_of, compare_from_now_on, meet
 from .torch_sampling import Sampling
 from .torch_scalars import check_scaler, checked_hyper, checked_hypers, forget_scale, unscaling, verdict_of_device
+from .torch_shards import check_options, refuse_sharded
 from .torch_state import copied, go_on_from, take_momentum, take_over, with_factors
 from .torch_warnings import warn_unseen, warn_without_factors
 from .torch_wrappers import itself
@@ -57,7 +59,14 @@ class AdaFisher(Sampling):
         gamma: decay of the factors, in [0, 1].
         TCov: the factors are refreshed on every TCov-th step, the first among them.
         weight_decay: >= 0.
-        dist: accepted for compatibility; factors are not yet reduced over ranks, so several ranks are refused.
+        dist: whose curvature the factors follow: None for that of all ranks that train together, which are those of a
+            model in `DistributedDataParallel` or `fully_shard`, else of the default process group if there is one; True
+            for the same; a process group; False for this process alone. The script, or the wrapper, averages the
+            gradients.
+        gradient_divide_factor: what the sum of the ranks' gradients is divided by; None for the number of ranks, as
+            wrappers do. 1.0 for a communication hook that adds gradients up.
+        check_every: compare a hash of parameters, momenta and factors over the ranks on every so many steps, and raise
+            a CafinError that names the first that differs; None for never. It waits for the device.
         averaging: "parity" (the public implementation's rule), "paper", or an `Averaging`.
         backend: "cuda", "reference", or None to choose by the parameters' device.
         capturable: `step` may be captured in a CUDA graph (see `capture`): counters and scalars then live on the
@@ -92,6 +101,9 @@ class AdaFisher(Sampling):
     _decoupled = False
     _precision = Precision()  # of optimizers that were pickled without
     _seed = 0
+    _dist: Any = None
+    _divide_factor: float | None = None
+    _check_every: int | None = None
     _building = False  # torch's constructor is adding the groups
     _loading: Any = None  # the `Checkpoint` that load_state_dict is about to take over
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and the inf verdict to `step`
@@ -105,7 +117,7 @@ class AdaFisher(Sampling):
         gamma: float = DEFAULT_GAMMA,
         TCov: int = 100,
         weight_decay: float = 0,
-        dist: bool = False,
+        dist: Any = None,
         *,
         averaging: str | Averaging = "parity",
         backend: str | None = None,
@@ -121,6 +133,8 @@ class AdaFisher(Sampling):
         foreach: bool | None = None,
         fused: bool | None = None,
         differentiable: bool = False,
+        gradient_divide_factor: float | None = None,
+        check_every: int | None = None,
         **others: Any,
     ) -> None:
         where = type(self).__name__
@@ -135,6 +149,9 @@ class AdaFisher(Sampling):
             refuse(where, "error_if_nonfinite", "be False with capturable=True", True, "a graph cannot wait for it")
         check_scaler(where, grad_scaler)
         requested(backend, where)
+        self._dist = check_dist(where, dist, model)
+        self._divide_factor = check_divide_factor(where, gradient_divide_factor)
+        self._check_every = check_every_of(where, check_every)
         self.TCov = TCov
         self.averaging = Averaging.named(averaging, gamma)
         self.model = model
@@ -149,11 +166,12 @@ class AdaFisher(Sampling):
         groups = groups_of(where, model, param_groups)
         for number, group in enumerate(groups):
             checked_hyper(self, where, {**defaults, **group}, f"param_groups[{number}]['{{}}']")
-        check_ranks(where)
         self._find_layers()
         self._building = True
         super().__init__(groups, defaults)
         self._building = False
+        compare_from_now_on(self)
+        check_options(self, where)
         unowned = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in self._owners]
         warn_without_factors(where, unowned)
         self._attach()
@@ -187,6 +205,7 @@ class AdaFisher(Sampling):
         Raises:
             CafinError: a scalar has been set to what a step would refuse.
         """
+        refuse_sharded("curvature", self)
         return look(parts(self), self._factors, rates(self, "curvature"))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -270,8 +289,12 @@ class AdaFisher(Sampling):
                 self._factors.discard()
                 return loss
             grad_scale, loss_scale = scales
+        sampled = self.samples
+        if sampled:
+            meet(self)
         hypers = checked_hypers(self, "step")  # before a new plan makes state
         if self.error_if_nonfinite:
+            check_options(self, "step")
             check_finite(self, loss_scale)
         plan = self._plan
         if plan is None:
@@ -282,7 +305,7 @@ class AdaFisher(Sampling):
             self._captured.append(plan)  # a replay reads its tables
             plan.expect_capture()
         grads = plan.gradients()
-        refresh = self._refresh(hypers, loss_scale) if self.samples else None
+        refresh = self._refresh(hypers, loss_scale) if sampled else None
         plan.update(self, hypers, grads, grad_scale, refresh, capturing, verdict)
         return loss
 
@@ -307,7 +330,6 @@ class AdaFisher(Sampling):
 
     def _refresh(self, hypers: list[Hyper], loss_scale: float) -> Callable[[], None] | None:
         """See `Factors.ready`."""
-        check_ranks("step")
         unseen = [
             name for name, _, index, layer in self._modules if index not in self._seen and layer.weight.grad is not None
         ]

@@ -1,18 +1,19 @@
-"""What the PyTorch optimizer refuses before anything has changed: models, ranks and, if asked, inf and NaN."""
+"""What the PyTorch optimizer refuses before anything has changed: models and, if asked, inf and NaN."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from cafin_cupy.arrays import View, place, refuse_without_memory, view, wraps_others
 from cafin_cupy.backend import DTYPES
-from cafin_cupy.errors import BackendError, CafinTypeError, refuse
+from cafin_cupy.errors import CafinTypeError, refuse
 from cafin_cupy.nonfinite import raw_moments, refuse_nonfinite
 from cafin_cupy.precision import Precision, dtype_name
 from cafin_cupy.rule import flag
+
+from .torch_shards import check_shards, is_sharded, local
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -21,19 +22,20 @@ if TYPE_CHECKING:
 def check_model(where: str, model: Any) -> None:
     """Refuse what is no module, or one whose parameters cannot be trained."""
     if not isinstance(model, nn.Module):
-        mend = "pass the model itself, not model.parameters()"
+        mend = "pass the model itself, not model.parameters(); in place of ZeroRedundancyOptimizer use fully_shard"
         refuse(where, "model", "be a torch.nn.Module", type(model).__name__, mend, CafinTypeError)
     named = list(model.named_parameters())
     if not named:
         refuse(where, "model", "have parameters", "none")
+    check_shards(where, model)
     for name, p in named:
-        if wraps_others(p):
+        if wraps_others(p) and not is_sharded(p):
             refuse_without_memory(p, where, f"model ({name})")
         if p.is_meta or (p.requires_grad and not p.is_floating_point()):
             rule = "have real floating-point parameters in memory"
             refuse(where, f"model ({name})", rule, f"{p.dtype} on {p.device}", "convert it first")
         if p.requires_grad or nn.parameter.is_lazy(p):
-            refuse_without_memory(p, where, f"model ({name})")
+            refuse_without_memory(local(p), where, f"model ({name})")
 
 
 def check_momenta(where: str, model: nn.Module, precision: Precision) -> None:
@@ -41,16 +43,6 @@ def check_momenta(where: str, model: nn.Module, precision: Precision) -> None:
     for name, p in model.named_parameters():
         if p.requires_grad:
             precision.momentum_of(where, name, dtype_name(p.dtype))
-
-
-def check_ranks(where: str) -> None:
-    """Refuse several ranks: each would follow its own factors, and the replicas would drift apart."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise BackendError(
-            f"{where}: the process group must have one rank, got {distributed.get_world_size()}; "
-            "factors are not yet reduced over ranks"
-        )
 
 
 def check_place(name: str, v: View, pair: tuple[Any, Any] | None, kernels: bool) -> None:

@@ -61,7 +61,7 @@ SWITCHES = ("foreach", "fused", "differentiable")
 # Options of the optimizer that a group cannot have on its own.
 OF_ALL = (
     *("TCov", "gamma", "averaging", "dist", "backend", "capturable", "grad_scaler", "error_if_nonfinite"),
-    *("momentum_dtype", "master_weights", "stochastic_rounding", "seed"),
+    *("momentum_dtype", "master_weights", "stochastic_rounding", "seed", "check_every", "gradient_divide_factor"),
 )
 
 

@@ -14,7 +14,9 @@ from cafin_cupy.layers import Layer
 
 from .torch_groups import Group, own_group
 from .torch_layers import find_joined
+from .torch_ranks import over_ranks
 from .torch_scalars import checked_hyper
+from .torch_shards import local, named_parameters
 from .torch_warnings import warn_without_factors
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ def join(optimizer: AdaFisher, param_group: Any, add: Callable[[dict[str, Any]],
         optimizer._layers, optimizer._modules, optimizer._kinds = found
         optimizer._kept_factors, optimizer._owners = factors, owners(optimizer._layers)
         optimizer._attach(waiting=True)
-    names = {id(p): name for name, p in optimizer.model.named_parameters()}
+    names = {id(p): name for name, p in named_parameters(optimizer.model)}
     lacking = [p for p in group["params"] if p.requires_grad and id(p) not in optimizer._owners]
     warn_without_factors(WHERE, [names.get(id(p), "what the model does not hold") for p in lacking])
 
@@ -65,8 +67,8 @@ def extended(optimizer: AdaFisher, layers: list[Layer], joining: Sequence[Tensor
     if old.pending:
         mend = "call step() or zero_grad() first"
         refuse(WHERE, "model", "get layers between steps", "one between backward and step", mend)
-    devices = optimizer._devices() | {torch_view(p, WHERE, "params").device for p in joining}
-    factors = make_factors(layers, optimizer.averaging, optimizer.backend, devices)
+    devices = optimizer._devices() | {torch_view(local(p), WHERE, "params").device for p in joining}
+    factors = over_ranks(optimizer, make_factors(layers, optimizer.averaging, optimizer.backend, devices))
     for index in range(len(old.layers)):
         factors.load(index, old.H[index], old.S[index])
         factors.skipped[index][...] = old.skipped[index]

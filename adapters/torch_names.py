@@ -16,6 +16,7 @@ from torch import Tensor
 from cafin_cupy.errors import CafinTypeError, refuse, shown
 
 from .torch_groups import unwrapped_prefix
+from .torch_shards import named_parameters
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -29,7 +30,7 @@ BY_ORDER = f"remove {NAMES!r} from the groups to load by order"
 def own_names(optimizer: AdaFisher) -> list[list[str]]:
     """The names of each group's parameters, as they are without wrappers; numbers for what the model does not hold."""
     prefix = unwrapped_prefix(optimizer.model)
-    names = {id(p): plain(name, prefix) for name, p in optimizer.model.named_parameters()}
+    names = {id(p): plain(name, prefix) for name, p in named_parameters(optimizer.model)}
     every = (p for group in optimizer.param_groups for p in group["params"])
     foreign = {id(p): f"<{number}>" for number, p in enumerate(p for p in every if id(p) not in names)}
     names.update(foreign)

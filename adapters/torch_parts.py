@@ -10,6 +10,7 @@ from torch import Tensor
 from cafin_cupy.parts import Part, Rate, rate
 
 from .torch_scalars import checked_hypers
+from .torch_shards import named_parameters
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def parts(optimizer: AdaFisher) -> list[Part]:
     """The parameters in the order of the groups."""
-    names = {id(p): name for name, p in optimizer.model.named_parameters()}
+    names = {id(p): name for name, p in named_parameters(optimizer.model)}
     holders: dict[int, str] = {}
     for module in optimizer.model.modules():
         for p in module.parameters(recurse=False):

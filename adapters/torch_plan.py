@@ -29,6 +29,7 @@ from .torch_groups import check_groups
 from .torch_inference import leaves_inference_mode
 from .torch_internals import count_changes
 from .torch_precision import master_of, momentum_of, steps_of, written_state
+from .torch_shards import local, local_average, local_gradient, named_parameters, part_of
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -55,28 +56,34 @@ class Plan:
         active.sort(key=lambda pair: order.get(id(pair[1]), len(order)))
         self.idle = [p for _, p in every if p.grad is None and p not in optimizer.state]
         self.group: list[int] = [number for number, _ in active]
-        self.params: list[Tensor] = [p for _, p in active]
-        self.names = {id(p): name for name, p in optimizer.model.named_parameters()}
+        self.owned: list[Tensor] = [p for _, p in active]
+        self.params: list[Tensor] = list(map(local, self.owned))  # this rank's parts, where they are sharded
+        self.whole = all(map(is_, self.params, self.owned))
+        self.gradient_of: Callable[[Any], Any] = _GRADIENT if self.whole else local_gradient
+        self.average_of: Callable[[Any], Any] = _AVERAGE if self.whole else local_average
+        self.names = {id(p): name for name, p in named_parameters(optimizer.model)}
+        self.names.update({id(x): self._name(p) for p, x in zip(self.owned, self.params)})
         views = [torch_view(p, "step", self._name(p)) for p in self.params]
         factors = optimizer._factors
         written = [(self._name(p), v) for p, v in zip(self.params, views)]
-        written += written_state(optimizer, self.params, self._name)
+        written += written_state(optimizer, self.owned, self._name)
         for name, v in written:
             writable("step", name, v)
         refuse_overlap("step", written)
-        places = [optimizer._owners.get(id(p)) for p in self.params]
+        places = [optimizer._owners.get(id(p)) for p in self.owned]
         self.pairs = [
             pl and (factors.of_weight(pl[0]) if pl[1] == "weight" else factors.of_bias(pl[0])) for pl in places
         ]
+        self.pairs = [pair and part_of(pair, p, self._name(p)) for pair, p in zip(self.pairs, self.owned)]
         for v, pair, (name, _) in zip(views, self.pairs, written):
             check_place(name, v, pair, factors.kernels)
         self.precision = optimizer._precision
         self.launch: CudaUpdate | SpreadUpdate | None = None
-        self.begun = [steps_of(optimizer, p, self._name(p)) for p in self.params]
-        averages = [momentum_of(optimizer, p, self._name(p)) for p in self.params]
-        masters = [master_of(optimizer, p, self._name(p)) for p in self.params]
+        self.begun = [steps_of(optimizer, p, self._name(p)) for p in self.owned]
+        averages = [momentum_of(optimizer, p, self._name(p)) for p in self.owned]
+        masters = [master_of(optimizer, p, self._name(p)) for p in self.owned]
         numbers = {id(p): number for number, (_, p) in enumerate(every)}
-        self.keys = [numbers[id(p)] for p in self.params]
+        self.keys = [numbers[id(p)] for p in self.owned]
         if factors.kernels:
             layouts, pointers = [], []
             for p, v, pair, average in zip(self.params, views, self.pairs, averages):
@@ -88,18 +95,18 @@ class Plan:
             if len(set(devices)) > 1 and optimizer.capturable:
                 got, mend = f"on {', '.join(map(place, sorted(set(devices))))}", "leave capturable out"
                 refuse("step", "model", "lie on one device if capturable", got, mend)
-            at = [0 if w is None else w.data_ptr() for w in masters]
+            at = [0 if w is None else local(w).data_ptr() for w in masters]
             if len(set(devices)) > 1:
                 self.launch = SpreadUpdate(layouts, pointers, self.params, devices, at, self.keys)
             elif devices:
                 self.launch = CudaUpdate(layouts, pointers, self.params[0], self.device, at, self.keys)
-        for p in self.params:
-            self._check(p, p.grad)
+        for p, g in zip(self.params, map(self.gradient_of, self.owned)):
+            self._check(p, g)
         self.kept = optimizer.state
         self.states = states = self._states(optimizer, averages, masters)
         self.in_order = len(self.kept) == len(states)  # no state of a parameter that has left its group
-        self.averages: list[Tensor] = list(map(_AVERAGE, states))
-        self.masters = masters
+        self.averages: list[Tensor] = list(map(self.average_of, states))
+        self.masters = [local(w) for w in masters]
         self.have_master = [k for k, w in enumerate(masters) if w is not None]
         others = [torch_view(x, "step", "state") for x in (*self.averages, *self._their_masters(states))]
         self.written = Written([*views, *others])
@@ -135,7 +142,7 @@ class Plan:
     def _states(
         self, optimizer: AdaFisher, averages: list[Tensor], masters: list[Tensor | None]
     ) -> list[dict[str, Any]]:
-        states = [optimizer.state[p] for p in self.params]
+        states = [optimizer.state[p] for p in self.owned]
         for state, average, master in zip(states, averages, masters):
             state.setdefault("step", 0)
             state["exp_avg"] = average
@@ -146,11 +153,11 @@ class Plan:
         return states
 
     def _their_masters(self, states: list[Any]) -> list[Tensor]:
-        return [states[k]["master"] for k in self.have_master]
+        return [local(states[k]["master"]) for k in self.have_master]
 
     def _find_states(self) -> list[Any]:
         """The state of each parameter."""
-        return list(self.kept.values()) if self.in_order else [self.kept[p] for p in self.params]
+        return list(self.kept.values()) if self.in_order else [self.kept[p] for p in self.owned]
 
     def valid(self, optimizer: AdaFisher) -> bool:
         """False if a parameter or its state has been replaced since, or another parameter has a gradient."""
@@ -165,9 +172,10 @@ class Plan:
                 if len(params) != len(listed) or not all(map(is_, params, listed)):
                     return False
             self.states = states = self._find_states()
+            parts = self.owned if self.whole else map(local, self.owned)
             # The old momenta are kept, so others lie elsewhere.
             masters = self._their_masters(states) if self.have_master else ()
-            addresses = list(map(_ADDRESS, chain(self.params, map(_AVERAGE, states), masters)))
+            addresses = list(map(_ADDRESS, chain(parts, map(self.average_of, states), masters)))
             counts = list(map(_STEP, states)) if self.schedule is not None else []
         except (KeyError, TypeError, RuntimeError):  # a script has put something else there: a new plan will say what
             return False
@@ -191,7 +199,7 @@ class Plan:
 
         Runs on every step, so the usual case is told from all others by two passes in C.
         """
-        grads: list[Any] = list(map(_GRADIENT, self.params))
+        grads: list[Any] = list(map(self.gradient_of, self.owned))
         if self.fitting is not None and self.fitting(*grads):
             self.complete = True
             return grads if self.launch is not None else self._apart(grads)
@@ -304,12 +312,13 @@ class Plan:
         with uninterrupted():  # what is computed in place, piece by piece, cannot be taken back
             if ahead is not None:
                 ahead()
-            every = zip(self.params, grads, states, self.pairs, which, self.masters, self.keys)
-            for p, g, state, pair, kind, master, key in every:
+            averages = map(self.average_of, states)
+            every = zip(self.params, grads, averages, self.pairs, which, self.masters, self.keys)
+            for p, g, average, pair, kind, master, key in every:
                 if g is not None:
                     number, t = kinds[kind]
                     noise = Noise(step_noise(begin, t), key) if begin else None
-                    update = p.detach(), g.detach(), state["exp_avg"], pair, hypers[number], t, grad_scale
+                    update = p.detach(), g.detach(), average, pair, hypers[number], t, grad_scale
                     optimizer._reference(id(p), *update, master, noise)
             optimizer._reference.over()
             counted()

@@ -13,6 +13,8 @@ from cafin_cupy.errors import CafinTypeError, refuse
 from cafin_cupy.precision import Precision, dtype_name, momenta_of
 from cafin_cupy.rule import steps_in
 
+from .torch_shards import local
+
 if TYPE_CHECKING:
     from .torch import AdaFisher
 
@@ -79,8 +81,8 @@ def written_state(
         for kind, key in kinds:
             if state.get(key) is not None:
                 called = f"{kind} of {name(p)}"
-                v = torch_view(state[key], "step", called)
-                if v.strides == p.stride():
+                v = torch_view(local(state[key]), "step", called)
+                if v.strides == local(p).stride():
                     written.append((called, v))
     return written
 

@@ -24,6 +24,8 @@ from .torch_inference import leaves_inference_mode
 from .torch_internals import at_end_of_backward, backward_number
 from .torch_layers import attach, find_layers
 from .torch_plan import Plan
+from .torch_ranks import attach_to_root, over_ranks
+from .torch_shards import local
 from .torch_wrappers import itself
 
 _READ_BY_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,7 +68,7 @@ class Sampling(torch.optim.Optimizer):
         kept = self._kept_factors
         if kept is None:
             make = leaves_inference_mode(make_factors)
-            kept = make(self._layers, self.averaging, self.backend, self._devices())
+            kept = over_ranks(self, make(self._layers, self.averaging, self.backend, self._devices()))
             itself(self)._kept_factors = kept
         return kept
 
@@ -77,7 +79,7 @@ class Sampling(torch.optim.Optimizer):
         return [p for p in every if p.requires_grad or p in self.state] or every or list(self.model.parameters())
 
     def _devices(self) -> set[int | str]:
-        return {torch_view(p, "step", "model").device for p in self._trained()}
+        return {torch_view(local(p), "step", "model").device for p in self._trained()}
 
     @property
     def backend(self) -> str:
@@ -142,7 +144,7 @@ class Sampling(torch.optim.Optimizer):
             if not wanted:
                 self._detach()
             elif not self._taps:
-                for handle in chain(attach(self), attach_to_attention(self)):
+                for handle in chain(attach(self), attach_to_attention(self), attach_to_root(self)):
                     self._taps.append(handle)
             for tap in self._gates:
                 tap.open = sampled

@@ -17,7 +17,9 @@ from cafin_cupy.rule import steps_in
 from .torch_groups import SCALARS
 from .torch_names import in_own_order, with_names, without_names
 from .torch_precision import new_master, new_momentum
+from .torch_ranks import compare_from_now_on
 from .torch_scalars import checked_hyper
+from .torch_shards import is_sharded, laid_out
 from .torch_warnings import warn_not_stored
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ KEYS = ("state", "param_groups", "H_D", "S_D", "steps")
 ENTRY = ("step", "exp_avg")  # of a parameter that has momentum
 KEPT = (
     *("model", "_TCov", "averaging", "_steps", "capturable", "grad_scaler", "error_if_nonfinite", "_requested"),
-    *("_precision", "_seed"),
+    *("_precision", "_seed", "_dist", "_divide_factor", "_check_every"),
 )
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -184,7 +186,8 @@ def take_momentum(optimizer: AdaFisher, given: Any) -> None:
             _mapping(name, entry, ENTRY, mend, where)
             count = steps_in(where, f"{name}['step']", entry["step"])
             _momentum_of(where, f"{name}['exp_avg']", entry["exp_avg"], p)
-            entries[p] = {"step": count, "exp_avg": _momentum(p, entry["exp_avg"], optimizer._precision)}
+            average = laid_out(where, f"{name}['exp_avg']", p, entry["exp_avg"])
+            entries[p] = {"step": count, "exp_avg": _momentum(p, average, optimizer._precision)}
     optimizer.state.update(entries)
 
 
@@ -223,6 +226,7 @@ def go_on_from(optimizer: AdaFisher, ours: tuple[Any, ...]) -> None:
     for index, pair in enumerate(zip(H, S)):
         optimizer._factors.load(index, *pair)
     optimizer._factors.count_from(skipped)
+    compare_from_now_on(optimizer)
     optimizer._attach(waiting=True)
 
 
@@ -274,7 +278,8 @@ def _checked_state(optimizer: AdaFisher, state: Any, groups: Any, steps: int) ->
             more = {key: _copied(value, p) for key, value in entry.items() if key not in ENTRY}
             if "master" in entry:
                 more["master"] = _master(f"{name}['master']", p, entry["master"], optimizer._precision)
-            average = _momentum(p, entry["exp_avg"], optimizer._precision)
+            average = laid_out(WHERE, f"{name}['exp_avg']", p, entry["exp_avg"])
+            average = _momentum(p, average, optimizer._precision)
             entries[p] = {"step": count, "exp_avg": average, **more}
     for index in state:
         if index not in parameters:
@@ -303,7 +308,7 @@ def _master(name: str, p: Tensor, master: Any, precision: Precision) -> Tensor:
         mend = "make the optimizer with master_weights=True, or copy the master into the parameter and delete it"
         refuse(WHERE, name, "be left out", got, mend)
     _numbers(name, master, tuple(p.shape))
-    return new_master(p).copy_(master.detach())
+    return new_master(p).copy_(laid_out(WHERE, name, p, master).detach())
 
 
 def _copied(value: Any, p: Tensor) -> Any:
@@ -341,7 +346,8 @@ def _numbers(name: str, value: Any, shape: tuple[int, ...], of: str = "", where:
     """Refuse what is not a dense tensor of real floating-point numbers in memory."""
     if not isinstance(value, Tensor):
         refuse(where, name, f"be a tensor of shape {shape}{of}", type(value).__name__, kind=CafinTypeError)
-    if value.is_nested or wraps_others(value) or value.layout is not torch.strided or value.is_meta:
+    wrapper = wraps_others(value) and not is_sharded(value)
+    if value.is_nested or wrapper or value.layout is not torch.strided or value.is_meta:
         got = f"{type(value).__name__} of layout {value.layout} on {value.device}"
         refuse(where, name, "be a dense tensor in memory", got)
     if tuple(value.shape) != shape:

@@ -197,7 +197,7 @@ def refuse_without_memory(tensor: Any, where: str, name: str) -> None:
         got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
         refuse(where, name, "be dense", got, "call .to_dense(), or .to_padded_tensor()", CafinTypeError)
     if wraps_others(tensor):
-        mend = "FSDP2, tensor parallelism and quantized tensors are not served"
+        mend = "pass this rank's part of a DTensor, `.to_local()`; quantized tensors are not served"
         refuse(where, name, "be a plain tensor, with memory of its own", type(tensor).__name__, mend, CafinTypeError)
     if tensor.device.type not in ("cpu", "cuda"):
         refuse(where, name, "lie in CPU or CUDA memory", f"device {tensor.device}", kind=CafinTypeError)

@@ -39,7 +39,7 @@ class CudaFactors(Factors):
 
     def __init__(self, layers: Sequence[Layer], averaging: Averaging, device: int) -> None:
         for layer in layers:
-            v = view(layer.weight, type(layer).__name__, "weight")
+            v = view(layer.home, type(layer).__name__, "weight")
             if v.dtype == "float64" or v.device != device:  # a frozen weight may be of half precision
                 rule, got = f"be float32 on cuda:{device}", f"{v.dtype} on {v.device}"
                 refuse("AdaFisher", f"weight of {layer.label}", rule, got, "convert it, or use backend='reference'")
@@ -48,6 +48,7 @@ class CudaFactors(Factors):
         self.device = device
         self._sums = [Sums(H) for H in self.H_effective]
         self._waiting: list[tuple[Sums, Any, Any, Any]] = []  # for a launch: their arrays, and those arrays' versions
+        self._taken: dict[int, RawSums] | None = None  # what several ranks have summed, in the place of `_sums`
         self._may_wait = True
         self._waiting_bytes = 0
         self._waiting_on = 0  # the stream that their arrays are ready on
@@ -71,7 +72,7 @@ class CudaFactors(Factors):
 
     @property
     def pending(self) -> bool:
-        return any(sums.count for sums in self._sums)
+        return bool(self._taken) or any(sums.count for sums in self._sums)
 
     def accumulate(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
         with joined([h, s, self.H[index]], self.device, current_stream(h, self.device)):
@@ -262,36 +263,43 @@ class CudaFactors(Factors):
             self._fold(self._fold_arguments, len(self._fold_shares.rows), stream, folded)
 
     def sums(self) -> list[tuple[int, RawSums]]:
+        if self._taken is not None:
+            return list(self._taken.items())
         if not self.layers:
             return []
         self._fold_all(current_stream(self.H[0], self.device))
         return [(index, self._raw_sums(index)) for index, sums in enumerate(self._sums) if sums.count]
+
+    def take(self, sums: Sequence[tuple[int, RawSums]]) -> None:
+        self.discard()
+        self._taken = dict(sums)
 
     def _raw_sums(self, index: int) -> RawSums:
         """What the kernels have summed, as the reference takes it."""
         layer = self.layers[index]
         H, S = (half.sums[: half.units] for half in self._sums[index].halves)
         xp, (H_groups, S_groups), weight = array_namespace(H), layer.shares, S.shape[0] - layer.tail
-        H = xp.sum(xp.reshape(H, (H_groups, -1)), axis=0)
-        S = xp.concat([xp.sum(xp.reshape(S[:weight], (S_groups, -1)), axis=0), S[weight:]])
+        if H_groups > 1:
+            H = xp.sum(xp.reshape(H, (H_groups, -1)), axis=0)
+        if S_groups > 1:
+            S = xp.concat([xp.sum(xp.reshape(S[:weight], (S_groups, -1)), axis=0), S[weight:]])
         return RawSums(H, S, self._sums[index].count)
 
     def ready(self, grad_scale: float = 1.0) -> Callable[[], None] | None:
         self.flush()  # which may drop a layer
-        seen = [index for index, sums in enumerate(self._sums) if sums.count]
+        seen = [k for k, sums in enumerate(self._sums) if sums.count] if self._taken is None else list(self._taken)
         if not seen:
             self.discard()
             return None
         stream = current_stream(self.H[0], self.device)
         unfolded = self._describe_fold(stream)
-        key = [
-            (i, s.count, s.halves[0].ptr, s.halves[0].units, grad_scale) for i, s in enumerate(self._sums) if s.count
-        ]
+        jobs = list(map(self._job, seen))
+        key = [(*job, grad_scale) for job in jobs]
         if key != self._average_key:
             self._average_key = None
             self._average_table = self._writable(self._average_table)
-            for row, index in enumerate(seen):
-                self._average_table.rows[row] = self._average_job(index, grad_scale)
+            for row, job in enumerate(jobs):
+                self._average_table.rows[row] = self._average_job(*job, grad_scale)
             self._average_table.upload(stream)
             self._average_key = key
         rule = self.averaging
@@ -300,7 +308,7 @@ class CudaFactors(Factors):
 
         def refresh() -> None:
             self._fold_now(unfolded, stream)
-            self._average(self._average_arguments, len(seen), stream, self._averaged)
+            self._average(self._average_arguments, len(jobs), stream, self._averaged)
 
         return refresh
 
@@ -308,21 +316,32 @@ class CudaFactors(Factors):
         self.refreshed = True
         self.discard()
 
-    def _average_job(self, index: int, grad_scale: float) -> Any:
-        sums, layer = self._sums[index], self.layers[index]
+    def _job(self, index: int) -> tuple[int, tuple[int, int, int], tuple[int, int, int], int]:
+        """Place of a layer; address, length and groups of its H and S sums; what they are divided by."""
+        if self._taken is not None:
+            H, S, count = self._taken[index]
+            return index, (view(H).ptr, H.shape[0], 1), (view(S).ptr, S.shape[0], 1), count
+        h, s = self._sums[index].halves
+        H_groups, S_groups = self.layers[index].shares
+        return index, (h.ptr, h.units, H_groups), (s.ptr, s.units, S_groups), self._sums[index].count
+
+    def _average_job(
+        self, index: int, h: tuple[int, int, int], s: tuple[int, int, int], count: int, grad_scale: float
+    ) -> Any:
+        layer = self.layers[index]
         H, H_effective, S, S_effective, skipped = self._pointers[index]
-        h, s = sums.halves
-        (H_groups, S_groups), tail = layer.shares, layer.tail
-        H_mean, S_mean = layer.mean(sums.count)
-        entry = layer.bias_entry(sums.count, h.units)
-        H_units, S_units, S_mean = h.units // H_groups, (s.units - tail) // S_groups, S_mean / grad_scale / grad_scale
+        (h_at, h_units, H_groups), (s_at, s_units, S_groups), tail = h, s, layer.tail
+        H_mean, S_mean = layer.mean(count)
+        entry = layer.bias_entry(count, h_units)
+        H_units, S_units, S_mean = h_units // H_groups, (s_units - tail) // S_groups, S_mean / grad_scale / grad_scale
         return (
-            (h.ptr, H, H_effective, H_units, layer.H_size, H_groups, 0, H_mean, entry or 0.0),
-            (s.ptr, S, S_effective, S_units, layer.S_size, S_groups, tail, S_mean, 0.0),
+            (h_at, H, H_effective, H_units, layer.H_size, H_groups, 0, H_mean, entry or 0.0),
+            (s_at, S, S_effective, S_units, layer.S_size, S_groups, tail, S_mean, 0.0),
             *(skipped, layer.norm, layer.counted),
         )
 
     def discard(self) -> None:
+        self._taken = None
         self._waiting, self._waiting_bytes = [], 0
         for sums in self._sums:
             sums.forget()

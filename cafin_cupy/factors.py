@@ -51,18 +51,18 @@ class Factors:
         self.skipped = [self._zero(layer) for layer in self.layers]
 
     def _ones(self, layer: Layer, size: int) -> Any:
-        weight = known(layer.weight, type(layer).__name__, "weight")
+        weight = known(layer.home, type(layer).__name__, "weight")
         xp = array_namespace(weight)
         dtype = xp.float64 if self.averaging.normalize == "after" else _precision(weight)
         return xp.ones((size,), dtype=dtype, device=device(weight))
 
     def _zero(self, layer: Layer) -> Any:
-        weight = known(layer.weight, type(layer).__name__, "weight")
+        weight = known(layer.home, type(layer).__name__, "weight")
         xp = array_namespace(weight)
         return xp.zeros((1,), dtype=xp.int64, device=device(weight))
 
     def _effective(self, layer: Layer, F: Any) -> Any:
-        dtype = _precision(known(layer.weight, type(layer).__name__, "weight"))
+        dtype = _precision(known(layer.home, type(layer).__name__, "weight"))
         return array_namespace(F).astype(reference.effective(F, self.averaging), dtype)
 
     def of_weight(self, index: int) -> tuple[Any, Any]:
@@ -113,6 +113,11 @@ class Factors:
 
     def sums(self) -> list[tuple[int, reference.RawSums]]:
         """(place of a layer, its sums), for all layers that have some. Changes nothing."""
+        raise NotImplementedError
+
+    def take(self, sums: Sequence[tuple[int, reference.RawSums]]) -> None:
+        """Let `sums`, as from `sums()`, be those of this step, in the place of all that were seen here: several ranks
+        have added theirs up. They lie beside their layers' factors, and stay as they are until the step is over."""
         raise NotImplementedError
 
     def raw(self, grad_scale: float = 1.0) -> list[tuple[int, Any, Any]]:
@@ -192,6 +197,11 @@ class ReferenceFactors(Factors):
     def sums(self) -> list[tuple[int, reference.RawSums]]:
         return [(index, sums) for index, sums in enumerate(self._sums) if sums is not None]
 
+    def take(self, sums: Sequence[tuple[int, reference.RawSums]]) -> None:
+        self.discard()
+        for index, given in sums:
+            self._sums[index] = given
+
     def ready(self, grad_scale: float = 1.0) -> Callable[[], None] | None:
         fresh: list[tuple[Any, Any]] = []
         for index, sums in self.sums():
@@ -227,7 +237,7 @@ def make_factors(
     from .cuda_factors import CudaFactors
     from .spread import SpreadFactors
 
-    at = [view(layer.weight, type(layer).__name__, "weight").device for layer in layers]
+    at = [view(layer.home, type(layer).__name__, "weight").device for layer in layers]
     # A layer that does not train may lie where nothing trains.
     first, *others = sorted({*map(int, devices), *(d for d in at if not isinstance(d, str))})
     if not others:

@@ -53,6 +53,10 @@ class SpreadFactors(Factors):
         found = [(places[k], sums) for places, each in zip(self._places, self._shares) for k, sums in each.sums()]
         return sorted(found, key=itemgetter(0))
 
+    def take(self, sums: Sequence[tuple[int, RawSums]]) -> None:
+        for places, each in zip(self._places, self._shares):
+            each.take([(places.index(index), given) for index, given in sums if index in places])
+
     def accumulate(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
         factors, k = self._home[index]
         factors.accumulate(k, h, s, layer)

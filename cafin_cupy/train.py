@@ -20,6 +20,7 @@ from . import checkpoint, digits, rule, runtime
 from .backend import requested
 from .clock import Clock
 from .errors import refuse
+from .ranks import Ranks
 from .recorder import Recorder
 
 # What suits each optimizer on this very task. Parity averaging leaves F near Lambda: a step is that of momentum SGD
@@ -33,6 +34,7 @@ DEFAULTS: dict[tuple[str, str], dict[str, float]] = {
     ("adamw", ""): {"lr": 3e-3, "weight_decay": 1e-2},
     ("sgd", ""): {"lr": 0.1, "weight_decay": 5e-4},
 }
+CHECK_EVERY = 20  # steps, after which ranks make sure that they agree
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,7 @@ def build_optimizer(settings: Settings, model: nn.Module) -> tuple[torch.optim.O
         weight_decay=settings.weight_decay,
         averaging=settings.averaging,
         backend=settings.backend,
+        check_every=CHECK_EVERY if isinstance(model, nn.parallel.DistributedDataParallel) else None,
     )
     return optimizer, f"{optimizer.backend}: {_why(settings, str(optimizer.backend))}"
 
@@ -192,30 +195,41 @@ class Stopwatch:
 def train(settings: Settings) -> Result:
     """Train as `settings` say; prints one line for each epoch unless quiet. Draws nothing.
 
-    With a checkpoint all is saved there after each epoch; if the file exists, the run goes on from it.
+    With a checkpoint all is saved there after each epoch; if the file exists, the run goes on from it. Started by
+    `torchrun`, the processes share each batch, and the first of them prints and saves.
 
     Raises:
         CafinError: the checkpoint is not of an unfinished run with these settings.
     """
+    ranks = Ranks()
+    rule.whole("train", "batch_size", settings.batch_size, 2 * ranks.count)  # see BatchNorm above, on each rank
+    device = ranks.device(settings.where)
+    with ranks:
+        return _train(settings, ranks, device)
+
+
+def _train(settings: Settings, ranks: Ranks, device: torch.device) -> Result:
     began = time.perf_counter()
-    device = settings.where
+    quiet = settings.quiet or not ranks.first
     torch.manual_seed(settings.seed)
     generator = torch.Generator().manual_seed(settings.seed)
     x, y, x_test, y_test = digits.load(device)
     model = digits.Network().to(device)
-    optimizer, backend = build_optimizer(settings, model)
-    recorder = Recorder(optimizer) if settings.factors is not None else None
+    replica = ranks.wrap(model)
+    optimizer, backend = build_optimizer(settings, replica)
+    recorder = Recorder(optimizer) if settings.factors is not None and ranks.first else None
     watch = Stopwatch(device)
-    if not settings.quiet:
-        print(f"{settings.optimizer} on {device}; backend {backend}")
+    if not quiet:
+        several = f"; {ranks.count} ranks" if ranks.count > 1 else ""
+        print(f"{settings.optimizer} on {device}; backend {backend}{several}")
     batches = len(x) // settings.batch_size or 1
     steps = settings.epochs * batches
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    epochs, seconds = _resumed(settings, parts, generator)
+    epochs, seconds = _resumed(settings, parts, generator, quiet)
     began -= seconds
     done = len(epochs) * batches
-    bar = tqdm(total=steps, initial=done, unit="step", leave=False, disable=True if settings.quiet else None)
+    bar = tqdm(total=steps, initial=done, unit="step", leave=False, disable=True if quiet else None)
     with bar, torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
         for epoch in range(len(epochs), settings.epochs):
             start = time.perf_counter()
@@ -224,8 +238,8 @@ def train(settings: Settings) -> Result:
             loss_sum, right = torch.zeros((), device=device), torch.zeros((), device=device)
             order = torch.randperm(len(x), generator=generator).to(device)
             for batch in order[: batches * settings.batch_size].chunk(batches):
-                images, labels = digits.shifted(x[batch], generator), y[batch]
-                loss, logits = _step(model, optimizer, watch, images, labels)
+                images, labels = ranks.share(digits.shifted(x[batch], generator)), ranks.share(y[batch])
+                loss, logits = _step(replica, optimizer, watch, images, labels, ranks.weight(batch))
                 if recorder is not None:
                     recorder.record()
                 schedule.step()
@@ -233,15 +247,17 @@ def train(settings: Settings) -> Result:
                 right += (logits.argmax(1) == labels).sum()
                 bar.update()
             seen = min(len(x), batches * settings.batch_size)
+            sums = ranks.average(torch.stack([loss_sum, right])).tolist()
             line = Epoch(
-                loss_sum.item() / batches,
-                right.item() / seen,
+                sums[0] / batches,
+                sums[1] * ranks.count / seen,
                 accuracy(model, x_test, y_test),
                 time.perf_counter() - start,
             )
             epochs.append(line)
-            _save(settings, parts, generator, epochs, time.perf_counter() - began)
-            if not settings.quiet:
+            if ranks.first:
+                _save(settings, parts, generator, epochs, time.perf_counter() - began)
+            if not quiet:
                 tqdm.write(
                     f"epoch {epoch + 1:3d}  loss {line.loss:.4f}  train {line.train_accuracy:7.2%}  "
                     f"test {line.test_accuracy:7.2%}  {line.seconds:.2f} s"
@@ -263,7 +279,9 @@ def _save(
         checkpoint.save(settings.checkpoint, content)
 
 
-def _resumed(settings: Settings, parts: dict[str, Any], generator: torch.Generator) -> tuple[list[Epoch], float]:
+def _resumed(
+    settings: Settings, parts: dict[str, Any], generator: torch.Generator, quiet: bool
+) -> tuple[list[Epoch], float]:
     """The epochs and seconds behind us, all parts set to where they ended; nothing and 0 without a checkpoint."""
     file = settings.checkpoint
     if file is None or not file.exists():
@@ -272,19 +290,24 @@ def _resumed(settings: Settings, parts: dict[str, Any], generator: torch.Generat
     for name, part in parts.items():
         part.load_state_dict(saved["parts"][name])
     generator.set_state(saved["generator"])
-    if not settings.quiet:
+    if not quiet:
         print(f"goes on after epoch {len(saved['epochs'])}, as {file} has it")
     return [Epoch(*numbers) for numbers in saved["epochs"]], saved["seconds"]
 
 
 def _step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, watch: Stopwatch, images: torch.Tensor, labels: torch.Tensor
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    watch: Stopwatch,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    weight: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     sampled = bool(getattr(optimizer, "samples", False))
     optimizer.zero_grad()
     start = watch.clock.mark()
     logits = model(images)
-    loss = functional.cross_entropy(logits, labels)
+    loss = functional.cross_entropy(logits, labels) * weight
     loss.backward()
     middle = watch.clock.mark()
     optimizer.step()
@@ -333,6 +356,8 @@ def report(settings: Settings) -> int:
     """
     torch.set_num_threads(1)
     result = train(settings)
+    if not Ranks().first:
+        return 0
     draw(settings, result)
     clock = "CUDA events" if settings.where.type == "cuda" else "perf_counter"
     share = result.update_seconds / result.step_seconds

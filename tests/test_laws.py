@@ -13,6 +13,7 @@ from helpers import (
     CPU,
     CUDA,
     EXAMPLES,
+    RAW,
     Case,
     Device,
     arrays,
@@ -30,6 +31,7 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 
 from cafin_cupy import AdaFisher, Averaging, Linear
+from cafin_cupy.reference import add_sums
 
 IN_ORDER = list(range(len(EXAMPLES)))
 RULES = [Averaging.parity(), Averaging.paper(), Averaging(0.5, 0.25, "before"), Averaging(0.9, 0.3, "after")]
@@ -47,6 +49,38 @@ def test_micro_batches_add_up_to_the_batch(device: Device, case: Case, seed: int
     whole = run_raw(device, case, [(device.array(h), device.array(s))])
     for got, want, bound in zip(run_raw(device, case, pieces), whole, bounds(case, h, s)):
         close(got, want, device.tolerance, bound)
+
+
+def test_sums_of_two_ranks_make_the_factors_of_the_whole_batch(device: Device) -> None:
+    """Each rank has half of the batch; one that has seen nothing takes what both have seen, the other adds its own
+    geometry's workspace to nothing. Lengths of sums are those that the descriptors tell."""
+    for case in EXAMPLES:
+        whole, first, second, third = (run_raw_optimizer(device, case) for _ in range(4))
+        h, s = case.data(3)
+        half = len(h) // 2
+        whole.accumulate(whole._layers[0], device.array(h), device.array(s))
+        first.accumulate(first._layers[0], device.array(h[:half]), device.array(s[:half]))
+        second.accumulate(second._layers[0], device.array(h[half:]), device.array(s[half:]))
+        ((index, a),), ((_, b),) = first._factors.sums(), second._factors.sums()
+        layer = first._layers[0]
+        assert a.S.shape[0] == layer.S_size and layer.H_units in (None, a.H.shape[0])
+        total = add_sums(a, b)
+        whole._factors.update(2.0)
+        for rank in (first, third):
+            rank._factors.take([(index, total)])
+            assert rank._factors.pending
+            rank._factors.update(2.0)
+            assert not rank._factors.pending
+            for mine, want in zip((rank._factors.H[0], rank._factors.S[0]), (whole._factors.H[0], whole._factors.S[0])):
+                close(mine, want, device.tolerance)
+        second._factors.take([])  # no rank has seen anything
+        second._factors.update(2.0)
+        assert numpy_of(second._factors.H[0]).min() == 1.0
+
+
+def run_raw_optimizer(device: Device, case: Case) -> AdaFisher:
+    layer = case.layer(lambda shape: device.array(np.ones(shape)))
+    return AdaFisher(arrays(layer), [layer], TCov=1, averaging=RAW, backend=device.backend)
 
 
 def network(device: Device, order: list[int], rule: Averaging = RULES[0], **options: Any) -> tuple[Any, ...]:

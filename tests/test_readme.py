@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch_helpers import assert_equal_trees
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
@@ -34,7 +39,7 @@ def test_the_table_names_every_layer():
 
 
 def test_every_block_has_its_test():
-    assert len(BLOCKS) == 10
+    assert len(BLOCKS) == 11
 
 
 def test_pytorch_example():
@@ -48,6 +53,27 @@ def test_example_of_groups_without_decay():
     first, rest = optimizer.param_groups
     assert rest["params"] == [optimizer.model[2].weight] and rest["weight_decay"] == 0.1
     assert len(first["params"]) == 4 and first["weight_decay"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("mark", "steps"), [("init_process_group", 20), ("from accelerate import", 5), ("from transformers import", 20)]
+)
+def test_examples_on_two_ranks(mark, steps, tmp_path):
+    """That of several processes, and trainers, which find them by themselves: all ranks end with the same bits."""
+    for package in ("accelerate", "transformers"):
+        if package in mark:
+            pytest.importorskip(package)
+    code = block(mark) + "\nimport os\ntorch.save(optimizer.state_dict(), os.environ['RANK'])\n"
+    (tmp_path / "script.py").write_text(code)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    paths = os.pathsep.join([str(README.parent), *sys.path])
+    ours = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    command, env = [*launcher, "script.py"], {**os.environ, **ours}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    first, second = (torch.load(tmp_path / rank, weights_only=True) for rank in "01")
+    assert first["steps"] == steps
+    assert_equal_trees(first, second)
 
 
 @pytest.mark.gpu

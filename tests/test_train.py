@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from cafin_cupy import CafinError, digits, environment  # noqa: E402  (the program needs the extra [train])
 from cafin_cupy.__main__ import main, parser  # noqa: E402
+from cafin_cupy.ranks import Ranks  # noqa: E402
 from cafin_cupy.train import DEFAULTS, Settings, train  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -46,6 +48,44 @@ def test_default_run_reaches_97_percent(tmp_path: Path, capsys: pytest.CaptureFi
     assert any(line.startswith("optimizer.step()") for line in lines)
     assert any(line.startswith("factors:") for line in lines)
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def torchrun(*arguments: str) -> str:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    command = [*launcher, "cafin_cupy", "train", "--device", "cpu", *arguments]
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_two_ranks_train_one_network(tmp_path: Path) -> None:
+    """The first prints and saves; all have the same bits, as every 20 steps they compare. One process goes on from
+    there: BatchNorm sees half of the batch on each rank, the rest is the same."""
+    file, picture = tmp_path / "run.pt", tmp_path / "curves.png"
+    options = ["--checkpoint", str(file), "--output", str(picture)]
+    said = torchrun(*options, "--factors", str(tmp_path / "factors.png")).splitlines()
+    assert said[0] == "adafisher on cpu; backend reference: the network is on the CPU; 2 ranks"
+    assert [line.split()[1] for line in said if line.startswith("epoch")] == [str(n + 1) for n in range(12)]
+    (summary,) = (line for line in said if line.startswith("test accuracy"))
+    assert float(summary.split()[2].rstrip("%")) >= 97.0
+    assert picture.is_file() and (tmp_path / "factors.png").is_file()
+    saved = torch.load(file, weights_only=True)
+    assert saved["parts"]["optimizer"]["steps"] == 12 * (len(digits.load(CPU)[0]) // 64)
+    saved["epochs"].pop()  # as after the last epoch but one
+    torch.save(saved, file)
+    assert len(train(Settings(device="cpu", quiet=True, checkpoint=file)).epochs) == 12
+
+
+def test_a_batch_feeds_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CafinError, match="train: `batch_size` must be a whole number >= 8, got 7"):
+        train(Settings(batch_size=7))
+    ranks = Ranks()
+    assert (ranks.rank, ranks.count, ranks.first) == (1, 4, False)
+    batch = torch.arange(7)
+    assert ranks.share(batch).tolist() == [1, 5] and ranks.weight(batch) == 8 / 7
 
 
 def test_a_seed_decides_everything() -> None:

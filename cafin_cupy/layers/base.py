@@ -112,6 +112,12 @@ class Layer:
         return self.name or type(self).__name__
 
     @property
+    def home(self) -> Any:
+        """The array beside which the factors lie, and whose precision they have: the weight, or this process's part of
+        one that several processes hold."""
+        return self.weight.to_local() if hasattr(self.weight, "to_local") else self.weight
+
+    @property
     def shape(self) -> Shape:
         """The weight's shape."""
         return tuple(int(n) for n in self.weight.shape)
@@ -123,6 +129,11 @@ class Layer:
     @property
     def S_size(self) -> int:
         return self.shape[0]
+
+    @property
+    def H_units(self) -> int | None:
+        """Entries of the H sums, groups added up; None where they follow the input."""
+        return self.width
 
     @property
     def outputs(self) -> int:

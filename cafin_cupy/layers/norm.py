@@ -27,6 +27,10 @@ class Norm(Layer):
     def H_size(self) -> int:
         return 2
 
+    @property
+    def H_units(self) -> int | None:
+        return self.shape[0]
+
     def count(self, h: Shape, s: Shape) -> int:
         return h[0]
 
@@ -109,6 +113,10 @@ class LayerNorm(Norm):
     @property
     def S_size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def H_units(self) -> int | None:
+        return None
 
     def check(self, h: Shape, s: Shape, where: str = "accumulate") -> None:
         if h != s or len(h) <= len(self.shape) or h[-len(self.shape) :] != self.shape:

@@ -1,0 +1,260 @@
+"""Which ranks train together, when their sums are added up, and whether they still agree."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from cafin_cupy.errors import BackendError, CafinError, CafinTypeError, refuse
+from cafin_cupy.factors import Factors
+from cafin_cupy.rule import at_least, whole
+
+from .torch_reduced import ReducedFactors, same_on_all_ranks, telling
+from .torch_shards import is_sharded, mesh_of, named_parameters, sharded, shards
+
+if TYPE_CHECKING:
+    from .torch import AdaFisher
+
+CHECK = "the comparison of the ranks' state"
+_backward_number = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+CHUNK = 1 << 22  # elements whose bits are added up at a time
+
+
+def check_dist(where: str, given: Any, model: nn.Module) -> Any:
+    """The argument `dist`, or a `CafinError`."""
+    if given is None or isinstance(given, bool):
+        wrapped, mesh = replicated(model), sharded(model.parameters())
+        size = mesh.size() if mesh is not None else _size(wrapped.process_group) if wrapped is not None else 1
+        if given is False and size > 1:
+            got, mend = "False", "leave it out; the ranks would follow different factors and drift apart"
+            refuse(where, "dist", "not be False in DistributedDataParallel or fully_shard", got, mend)
+        return given
+    if not dist.is_available() or not isinstance(given, dist.ProcessGroup):
+        rule = "be None, True, False or a process group that this rank is in"
+        refuse(where, "dist", rule, type(given).__name__, kind=CafinTypeError)
+    return _Chosen(given)
+
+
+class _Chosen:
+    """A process group that was given. Copies of an optimizer share it."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Chosen:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise CafinError(
+            "pickle: an optimizer must not hold a process group, got dist=ProcessGroup, which is of this process; save "
+            "state_dict(), or leave dist out where the default group will do"
+        )
+
+
+def check_divide_factor(where: str, given: Any) -> float | None:
+    """The argument `gradient_divide_factor`, or a `CafinError`."""
+    return None if given is None else at_least(where, "gradient_divide_factor", given, 0.0, strict=True)
+
+
+def replicated(model: nn.Module) -> Any:
+    """The `DistributedDataParallel` that wraps the model, perhaps in `torch.compile`; None if none does."""
+    while not isinstance(model, DistributedDataParallel):
+        inner = model._modules.get("_orig_mod")
+        if not isinstance(inner, nn.Module):
+            return None
+        model = inner
+    return model
+
+
+def _size(group: Any) -> int:
+    return int(dist.get_world_size(group))
+
+
+def group_of(optimizer: AdaFisher) -> Any:
+    """The process group whose sums are added up; None where one process trains alone."""
+    given = optimizer._dist
+    if given is False or not dist.is_available():
+        return None
+    if isinstance(given, _Chosen):
+        given = given.group
+    else:
+        if not dist.is_initialized():
+            return None
+        wrapped = replicated(optimizer.model)
+        given = _group_of_mesh(mesh_of(optimizer)) if wrapped is None else wrapped.process_group
+    return given if _size(given) > 1 else None
+
+
+def _group_of_mesh(mesh: Any) -> Any:
+    """The ranks that parameters are sharded over, all of which share the batch; all ranks where they are not."""
+    if mesh is None or mesh.size() == dist.get_world_size():
+        return dist.group.WORLD
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    raise BackendError(
+        f"step: a mesh of several dimensions must hold all {dist.get_world_size()} ranks, got {mesh.size()}; pass "
+        "dist=torch.distributed.new_group(ranks of the mesh)"
+    )
+
+
+def over_ranks(optimizer: Any, factors: Factors) -> Factors:
+    """`factors` of this process, or those of the group as it is now."""
+    group = group_of(optimizer)
+    reduced = factors if isinstance(factors, ReducedFactors) else None
+    if group is (reduced and reduced.group):
+        return factors
+    own = factors if reduced is None else reduced.own
+    if group is None:
+        return own
+    rule = f"TCov {optimizer.TCov}, d {optimizer._divide_factor}"
+    return ReducedFactors(own, group, optimizer._divide_factor or float(_size(group)), rule)
+
+
+def meet(optimizer: AdaFisher) -> None:
+    """Ahead of a sampled step: let the sums be those of all ranks that train together by now."""
+    factors = optimizer._kept_factors = over_ranks(optimizer, optimizer._factors)
+    if isinstance(factors, ReducedFactors):
+        _refuse_join(optimizer)
+        optimizer._seen.update(index for index, _ in factors.sums())  # also what another rank alone has seen
+
+
+def _refuse_join(optimizer: AdaFisher) -> None:
+    """Refuse a step within `model.join()`: ranks without data answer its collectives, but not ours."""
+    wrapped = replicated(optimizer.model)
+    if wrapped is not None and wrapped._join_config.enable:
+        raise BackendError(
+            "step: it must run outside of DistributedDataParallel's join(), as ranks that have run out of data would "
+            "not take part in the factors; give all ranks equally many batches (the last ones may be smaller)"
+        )
+
+
+# When
+
+
+def attach_to_root(optimizer: Any) -> Iterator[Any]:
+    """A hook on the wrapper whose backward all ranks run: at its end the collective is started."""
+    wraps = isinstance(optimizer.model, DistributedDataParallel) or shards(optimizer.model)
+    if wraps and group_of(optimizer) is not None:
+        yield optimizer.model.register_forward_hook(_Root(optimizer))
+
+
+class _Root:
+    """Forward hook of a model in `DistributedDataParallel`, or of one that `fully_shard` was called on."""
+
+    def __init__(self, optimizer: AdaFisher | None = None) -> None:
+        self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
+        self._number = -1
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        _refuse_join(optimizer)
+        if not getattr(module, "require_backward_grad_sync", True):  # within no_sync()
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._arrived)
+
+    def _arrived(self, s: Tensor) -> None:
+        """A backward pass begins, on all ranks alike, whichever layers they use: so they have the same order of
+        collectives."""
+        number = _backward_number()
+        if number in (-1, self._number):
+            return
+        self._number = number
+        torch.autograd.Variable._execution_engine.queue_callback(self._over)
+
+    def _over(self) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None or not optimizer.samples or not isinstance(optimizer._factors, ReducedFactors):
+            return
+        if replicated(optimizer.model) is not None or _has_gradients(optimizer):
+            optimizer._factors.start()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Root:
+        return _Root()
+
+    def __reduce__(self) -> tuple[type[_Root], tuple[()]]:
+        return _Root, ()
+
+
+def _has_gradients(optimizer: AdaFisher) -> bool:
+    """False of sharded parameters whose gradients wait to be averaged, with `set_requires_gradient_sync(False)`."""
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+# Whether they agree
+
+
+def check_every_of(where: str, every: Any) -> int | None:
+    """The argument `check_every`, or a `CafinError`."""
+    return None if every is None else whole(where, "check_every", every, 1)
+
+
+def compare_from_now_on(optimizer: AdaFisher) -> None:
+    """Serve `check_every`, if it is given."""
+    if optimizer._check_every is not None:
+        optimizer.register_step_post_hook(_compare)
+
+
+def _compare(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if not optimizer._steps % optimizer._check_every and (group := group_of(optimizer)) is not None:
+        compare_ranks(optimizer, group)
+
+
+@torch.no_grad()
+def compare_ranks(optimizer: AdaFisher, group: Any) -> None:
+    """Compare a hash of parameters, momenta and factors over the ranks.
+
+    Raises:
+        CafinError: on every rank, with the first name that differs.
+    """
+    named = dict(_state(optimizer))
+    if not named:
+        return
+    device = next(iter(named.values())).device
+    numbers = torch.stack([fingerprint(x).to(device) for x in named.values()]).tolist()
+    with telling(CHECK, group):
+        same = same_on_all_ranks(numbers, group, device)
+    if not all(same):
+        first = list(named)[same.index(False)]
+        raise CafinError(
+            f"step: {first} must be the same on all {_size(group)} ranks, got different bits after step "
+            f"{optimizer._steps}; load the last checkpoint, and look for what ranks do apart: gradients that are not "
+            "reduced, parameters written on one rank"
+        )
+
+
+def _state(optimizer: AdaFisher) -> Iterator[tuple[str, Tensor]]:
+    names = {id(p): name for name, p in named_parameters(optimizer.model)}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if is_sharded(p):  # others hold other parts
+                continue
+            name = names.get(id(p), "params")
+            yield f"parameter {name}", p
+            for key, value in optimizer.state.get(p, {}).items():
+                if isinstance(value, Tensor):
+                    yield f"{key} of {name}", value
+    for name, (H, S) in optimizer.factors().items():
+        yield f"H of {name}", H
+        yield f"S of {name}", S
+
+
+def fingerprint(x: Tensor) -> Tensor:
+    """A number that changes with any bit of a tensor, and with the order of its elements; int64, without axes."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = x.detach().contiguous().view(-1).view(kinds[x.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for first in range(0, bits.numel(), CHUNK):
+        part = bits[first : first + CHUNK].long()
+        total += (part * (2 * torch.arange(first, first + part.numel(), device=x.device) + 1)).sum()
+    return total

@@ -1,0 +1,171 @@
+"""Parameters of which each rank holds a part: the DTensors of `fully_shard` (FSDP2).
+
+The update of a part needs nothing of the others: momentum has the parameter's own layout, and a part of the weight's
+rows, or columns, takes the same part of the factors, which every rank has whole.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from cafin_cupy.arrays import wraps_others
+from cafin_cupy.errors import BackendError, CafinTypeError, refuse
+
+if TYPE_CHECKING:
+    from .torch import AdaFisher
+
+MEND = "fully_shard of one mesh is served: `(Shard(dim),)`, and `(Replicate(), Shard(dim))` of HSDP"
+
+
+def local(x: Any) -> Any:
+    """This rank's part of a tensor: the tensor itself where it is whole."""
+    return x._local_tensor if wraps_others(x) else x
+
+
+def local_gradient(p: Any) -> Tensor | None:
+    """This rank's part of a parameter's gradient."""
+    g: Any = p.grad
+    if g is None or not wraps_others(p):
+        return g  # type: ignore[no-any-return]
+    if not wraps_others(g) or g.placements != p.placements:
+        got = f"{type(g).__name__} of {getattr(g, 'placements', 'no placements')}"
+        refuse("step", "gradient", f"be sharded as its parameter, {p.placements}", got, "redistribute it")
+    return g._local_tensor  # type: ignore[no-any-return]
+
+
+def local_average(state: Any) -> Any:
+    """This rank's part of a momentum."""
+    return local(state["exp_avg"])
+
+
+def sharded(parameters: Iterable[Any]) -> Any:
+    """The mesh that parameters are sharded over; None if none is."""
+    return next((p.device_mesh for p in parameters if is_sharded(p)), None)
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, parameter) of a model, with its own sharded ones in place of the whole ones that a forward leaves."""
+    for module in model.modules():
+        if shards(module):
+            module.reshard()  # type: ignore[operator]
+    yield from model.named_parameters()
+
+
+def mesh_of(optimizer: AdaFisher) -> Any:
+    """The mesh of the optimizer's parameters. Within a forward the model has whole ones in their place."""
+    return sharded(p for group in optimizer.param_groups for p in group["params"])
+
+
+def shards(module: nn.Module) -> bool:
+    """True if `fully_shard` was called on the module itself."""
+    return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))
+
+
+def is_sharded(p: Any) -> bool:
+    return wraps_others(p) and hasattr(p, "placements")
+
+
+def check_shards(where: str, model: nn.Module) -> None:
+    """Refuse parameters that are divided over ranks in ways that are not served."""
+    flat = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    if any(isinstance(module, flat) for module in model.modules()):
+        got, mend = "FullyShardedDataParallel, whose parameters are flat", "use fully_shard, or DistributedDataParallel"
+        refuse(where, "model", "have parameters of layers", got, mend, CafinTypeError)
+    meshes: list[Any] = []
+    for name, p, managed in _owned(model):
+        if not is_sharded(p):
+            continue
+        argument = f"model ({name})"
+        if not managed:
+            mend = "tensor parallelism is not served; call fully_shard on the model"
+            refuse(where, argument, "be sharded by fully_shard", f"a DTensor of {p.placements}", mend, CafinTypeError)
+        *outer, inner = p.placements
+        if len(outer) > 1 or not all(x.is_replicate() for x in outer) or type(inner).__name__ != "Shard":
+            refuse(where, argument, "be sharded along one dimension", p.placements, MEND, CafinTypeError)
+        if meshes and p.device_mesh != meshes[0]:
+            refuse(where, argument, "have the mesh of the others", p.device_mesh, MEND, CafinTypeError)
+        meshes.append(p.device_mesh)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and sharded(module.parameters()) is not None:
+            got = "MultiheadAttention, whose weights its function gets by other names then"
+            mend = "leave it out by ignored_params, or use Linear layers and scaled_dot_product_attention"
+            refuse(where, f"model ({name})", "have layers that are called", got, mend, CafinTypeError)
+
+
+def _owned(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
+    """(name, parameter, whether `fully_shard` was called on a module around it) of all parameters."""
+    around = [name for name, module in model.named_modules() if shards(module)]
+    for name, p in model.named_parameters():
+        yield name, p, any(not prefix or name.startswith(f"{prefix}.") for prefix in around)
+
+
+def check_options(optimizer: AdaFisher, where: str) -> None:
+    """Refuse what needs to know all elements of a sharded parameter."""
+    if mesh_of(optimizer) is None:
+        return
+    if optimizer.error_if_nonfinite:
+        mend = "use a GradScaler, or torch.nn.utils.clip_grad_norm_(error_if_nonfinite=True)"
+        refuse(where, "error_if_nonfinite", "be False with sharded parameters", True, mend)
+    if optimizer._precision.begin:
+        got, mend = "True", "use master_weights=True; its random numbers follow the place in the whole parameter"
+        refuse(where, "stochastic_rounding", "be False with sharded parameters", got, mend)
+
+
+def refuse_sharded(where: str, optimizer: AdaFisher) -> None:
+    """For what looks at whole parameters."""
+    if mesh_of(optimizer) is not None:
+        raise BackendError(f"{where}: parameters must be whole on each rank, got sharded ones; factors() are whole")
+
+
+def place_of(p: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, first index) of this rank's part within the whole."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    return tuple(sizes), tuple(offsets)
+
+
+def part_of(pair: tuple[Tensor, Tensor], p: Any, name: str) -> tuple[Tensor, Tensor]:
+    """(columns, rows) of this rank's part of a parameter, for those of the whole: views.
+
+    Seen as a matrix, the leading axes make its rows and the others its columns. A part that is cut along the first
+    axis of either takes a slice of that vector.
+    """
+    if not is_sharded(p):
+        return pair
+    sizes, offsets = place_of(p)
+    columns, rows = pair
+    shape = tuple(p.shape)
+    split = next(k for k in range(len(shape), -1, -1) if math.prod(shape[k:]) >= columns.numel())
+    slices = []
+    for vector, first, last in ((columns, split, len(shape)), (rows, 0, split)):
+        whole, have, start = shape[first:last], sizes[first:last], offsets[first:last]
+        if tuple(have[1:]) != whole[1:]:
+            refuse("step", name, "be sharded along the first axis of its rows or columns", p.placements, MEND)
+        step = math.prod(whole[1:])
+        slices.append(vector[start[0] * step : (start[0] + have[0]) * step] if whole else vector)
+    return slices[0], slices[1]
+
+
+def laid_out(where: str, name: str, p: Any, x: Any) -> Any:
+    """State of a parameter, of its shape, divided over the ranks as the parameter is."""
+    if not is_sharded(x) and not is_sharded(p):
+        return x
+    if not is_sharded(p):
+        mend = "load it by torch.distributed.checkpoint, or gather it by its StateDictOptions(full_state_dict=True)"
+        refuse(where, name, "be whole, as its parameter is", f"a DTensor of {x.placements}", mend)
+    if is_sharded(x):
+        if (x.device_mesh, x.placements) != (p.device_mesh, p.placements):
+            got, mend = f"{x.placements} on {x.device_mesh}", "load it by torch.distributed.checkpoint"
+            refuse(where, name, f"be sharded as its parameter, {p.placements} on {p.device_mesh}", got, mend)
+        return x
+    from torch.distributed.tensor import DTensor
+
+    part = tuple(slice(start, start + size) for size, start in zip(*place_of(p)))
+    mine = x.detach()[part].to(p.device)
+    return DTensor.from_local(mine, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
