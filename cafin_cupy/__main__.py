@@ -43,6 +43,11 @@ def parser() -> argparse.ArgumentParser:
         "--averaging", choices=("parity", "paper"), help="rule of that average (AdaFisher), default: parity"
     )
     run = train.add_argument_group("run")
+    run.add_argument(
+        "--framework",
+        choices=("torch", "jax"),
+        help="default: torch. jax: Flax, without the options of a device, a checkpoint, and a picture of factors",
+    )
     run.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: auto, the GPU if PyTorch sees one")
     run.add_argument("--backend", choices=("cuda", "reference"), help="of AdaFisher; default: cuda where it can run")
     run.add_argument("--epochs", type=int, metavar="N", help="default: 12")
@@ -84,6 +89,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _train(options: dict[str, Any]) -> int:
+    if options.pop("framework", "torch") == "jax":
+        environment.require("train", environment.TRAIN_JAX)
+        from . import train_jax
+
+        return train_jax.report(options)
     environment.require("train", environment.TRAIN)
     from . import train
 

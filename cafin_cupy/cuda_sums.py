@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from array_api_compat import array_namespace
@@ -18,6 +18,44 @@ from .unchanged import Unchanged
 ELEMENTS = {"float32": 0, "bfloat16": 1, "float16": 2}  # what column_sums reads, by its number there
 FEW_ROWS = 64  # below, a block covers more columns
 _POINTER = struct.Struct("Q")
+
+
+class Described(NamedTuple):
+    """Arrays of one geometry, as the kernels are told of them; addresses are still to be filled in.
+
+    Attributes:
+        operand: of column_sums.
+        blocks: that it takes there.
+        partial: float32 numbers that it leaves.
+        jobs: of fold, and the blocks of each.
+    """
+
+    operand: Any
+    blocks: int
+    partial: int
+    jobs: list[tuple[Any, int]]
+
+    @classmethod
+    def of(cls, columns: Columns, laid: Matrix, dtype: str, aligned: bool) -> Described:
+        """`aligned`: all rows start at multiples of 16 bytes."""
+        width = laid.segments * laid.run
+        wide, neighbours = laid.rows < FEW_ROWS, 16 // item_size(dtype)
+        tile = table.WIDE if wide else 32 * neighbours
+        if not aligned:
+            tile -= neighbours
+        tiles = -(-width // tile)
+        slices, height = split(laid.rows, tiles)
+        parts = 1 if laid.run == 1 else (laid.run - 1) // tile + 2
+        operand = np.zeros((), table.Operand)
+        operand[...] = (
+            *(0, 0, laid.rows, laid.stride, width, laid.run, height, 0),
+            *(tiles, slices, parts, columns.power == 2, 0, ELEMENTS[dtype], wide, tile, columns.scale),
+        )
+        if columns.patches:
+            jobs = [patches_job(laid, slices, patches) for patches in columns.patches]
+        else:
+            jobs = [plain_job(laid, slices, parts, tile)]
+        return cls(operand, tiles * slices, slices * parts * laid.segments, jobs)
 
 
 class Half:
@@ -36,24 +74,12 @@ class Half:
 
     def plan(self, columns: Columns, laid: Matrix, dtype: str, aligned: bool) -> None:
         """Describe arrays of this geometry to the kernels, and provide the workspace."""
-        width = laid.segments * laid.run
-        wide, neighbours = laid.rows < FEW_ROWS, 16 // item_size(dtype)
-        tile = table.WIDE if wide else 32 * neighbours
-        if not aligned:
-            tile -= neighbours
-        tiles = -(-width // tile)
-        slices, height = split(laid.rows, tiles)
-        parts = 1 if laid.run == 1 else (laid.run - 1) // tile + 2
-        self.memory, ptr = allocate(self.like, 4 * slices * parts * laid.segments)
-        self.operand[...] = (
-            *(0, ptr, laid.rows, laid.stride, width, laid.run, height, 0),
-            *(tiles, slices, parts, columns.power == 2, 0, ELEMENTS[dtype], wide, tile, columns.scale),
-        )
-        self.blocks = tiles * slices
-        if columns.patches:
-            self.jobs = [patches_job(ptr, laid, slices, patches) for patches in columns.patches]
-        else:
-            self.jobs = [plain_job(ptr, laid, slices, parts, tile)]
+        described = Described.of(columns, laid, dtype, aligned)
+        self.memory, ptr = allocate(self.like, 4 * described.partial)
+        self.operand[...], self.blocks, self.jobs = described.operand, described.blocks, described.jobs
+        self.operand["sums"] = ptr
+        for job, _ in self.jobs:
+            job["columns"] = ptr
         self.outputs = sum(int(job["outputs"]) for job, _ in self.jobs)
 
     def room(self, keep: bool) -> None:

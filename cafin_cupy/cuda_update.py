@@ -13,7 +13,7 @@ from . import table
 from .arrays import View, allocate, channels_last_strides, item_size, same_strides
 from .errors import refuse
 from .rounding import step_noise
-from .rule import Hyper
+from .rule import Hyper, Scalars
 from .runtime import Arguments, Launch, prepare
 
 BLOCK = 256  # as in update.cuh
@@ -286,13 +286,5 @@ def rate(hyper: Hyper, grad_scale: float = 1.0, lr_at: int = 0, begin: int = 0) 
 def scalars(hyper: Hyper, step: int, grad_scale: float = 1.0, begin: int = 0) -> tuple[float, ...]:
     """What the kernel needs of the hyperparameters at a parameter's `step`, computed in float64. `begin`: of the random
     numbers (see `rounding.start`), or 0."""
-    return (
-        hyper.lr / (1.0 - hyper.beta**step),
-        hyper.lr * hyper.weight_decay if hyper.decoupled else 0.0,
-        0.0 if hyper.decoupled else hyper.weight_decay,
-        hyper.beta,
-        1.0 - hyper.beta,
-        hyper.Lambda,
-        1.0 / hyper.scale(grad_scale),
-        step_noise(begin, step) if begin else 0,
-    )
+    noise = step_noise(begin, step) if begin else 0
+    return (*Scalars.of(hyper, step), 1.0 / hyper.scale(grad_scale), noise)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.nn import functional
 
-TEST_SIZE = 450
+from .training import images
 
 
 class Residual(nn.Module):
@@ -42,11 +40,9 @@ def load(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
     The split is the same for all seeds.
     """
-    images, labels = load_digits(return_X_y=True)
-    parts = train_test_split(images, labels, test_size=TEST_SIZE, stratify=labels, random_state=0)
-    mean, deviation = parts[0].mean(), parts[0].std()
-    x, x_test = (torch.tensor((part - mean) / deviation, dtype=torch.float32).view(-1, 1, 8, 8) for part in parts[:2])
-    y, y_test = (torch.tensor(part) for part in parts[2:])
+    *pixels, of_train, of_test = images()
+    x, x_test = (torch.tensor(part, dtype=torch.float32).view(-1, 1, 8, 8) for part in pixels)
+    y, y_test = torch.tensor(of_train), torch.tensor(of_test)
     return x.to(device), y.to(device), x_test.to(device), y_test.to(device)
 
 

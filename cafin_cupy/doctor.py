@@ -228,7 +228,14 @@ def check_torch() -> Check:
 
 
 def check_jax() -> Check:
-    return _framework("jax", "jax.default_backend() == 'gpu'", f"pip install 'jax[{environment.cuda_extra()}]'")
+    check = _framework("jax", "jax.default_backend() == 'gpu'", f"pip install 'jax[{environment.cuda_extra()}]'")
+    if check.status != "ok":
+        return check
+    ran = _asked("from cafin_cupy.adapters import jax_kernels; print(jax_kernels.problem() or '')")
+    problem = ran.stdout.strip() if ran.returncode == 0 else _last_line(ran.stderr)
+    if problem:
+        return Check("warn", "jax", f"{check.detail}; plain array code serves it: {problem}")
+    return Check("ok", "jax", f"{check.detail}, and runs the kernels in its programs")
 
 
 def check_forced() -> Check:
@@ -305,14 +312,10 @@ def _framework(module: str, sees_gpu: str, mend: str) -> Check:
     """Version of a framework, and whether it sees a GPU; asked in its own process, because JAX keeps what it takes."""
     if not environment.installed(module):
         return Check("info", module, f"not found; its adapter needs pip install {module}")
-    program = f"import {module}; print({module}.__version__, {sees_gpu})"
-    quiet = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=quiet, check=False)
+    ran = _asked(f"import {module}; print({module}.__version__, {sees_gpu})")
     if ran.returncode:
-        reason = (ran.stderr.strip().splitlines() or ["no reason given"])[-1]
-        return Check(
-            "warn", module, f"cannot be imported: {reason}", f"reinstall it: pip install --force-reinstall {module}"
-        )
+        mend = f"reinstall it: pip install --force-reinstall {module}"
+        return Check("warn", module, f"cannot be imported: {_last_line(ran.stderr)}", mend)
     found, sees = ran.stdout.split()
     if sees == "True":
         return Check("ok", module, f"{found}, sees a GPU")
@@ -322,3 +325,13 @@ def _framework(module: str, sees_gpu: str, mend: str) -> Check:
         f"{found}, sees no GPU",
         mend if environment.driver() else "",
     )
+
+
+def _asked(program: str) -> subprocess.CompletedProcess[str]:
+    """What a program says in a process of its own."""
+    quiet = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=quiet, check=False)
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no reason given"])[-1]

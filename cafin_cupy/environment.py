@@ -12,6 +12,8 @@ from .errors import BackendError
 # The extra [train]: each module and the name under which it is installed.
 TRAIN = {"torch": "torch", "sklearn": "scikit-learn", "matplotlib": "matplotlib", "tqdm": "tqdm"}
 
+TRAIN_JAX = {"jax": "jax", "flax": "flax", "optax": "optax", "sklearn": "scikit-learn", "matplotlib": "matplotlib"}
+
 PROFILE = {"torch": "torch"}
 
 # What the extras [cuda12] and [cuda13] need at least.

@@ -16,18 +16,18 @@ WARPS = FOLD_BLOCK // 32
 FEW = 32, 4  # pixels that a lane adds, and times that a warp adds its lanes up, where more warps would gain nothing
 
 
-def plain_job(partial: int, laid: Matrix, slices: int, parts: int, tile: int) -> tuple[Any, int]:
-    """(job, blocks) for partial sums at the address `partial`: one result for each segment."""
+def plain_job(laid: Matrix, slices: int, parts: int, tile: int) -> tuple[Any, int]:
+    """(job, blocks) for partial sums: one result for each segment."""
     job = np.zeros((), table.FoldJob)
-    job["columns"], job["run"], job["slices"], job["parts"], job["tile"] = partial, laid.run, slices, parts, tile
+    job["run"], job["slices"], job["parts"], job["tile"] = laid.run, slices, parts, tile
     job["outputs"] = laid.segments
     return job, -(-laid.segments * FOLD_LANES // FOLD_BLOCK)
 
 
-def patches_job(partial: int, laid: Matrix, slices: int, image: Patches) -> tuple[Any, int]:
+def patches_job(laid: Matrix, slices: int, image: Patches) -> tuple[Any, int]:
     """(job, blocks) for partial sums of pixels: one result for each kernel tap."""
     job = np.zeros((), table.FoldJob)
-    job["columns"], job["slices"], job["pixels"] = partial, slices, laid.segments
+    job["slices"], job["pixels"] = slices, laid.segments
     job["channel_step"], job["depth_step"], job["row_step"], job["column_step"] = laid.steps
     for name, (z, y, x) in (("stride", image.stride), ("padding", image.padding), ("dilation", image.dilation)):
         job[f"{name}_z"], job[f"{name}_y"], job[f"{name}_x"] = z, y, x

@@ -28,7 +28,7 @@ from .checks import check_layer, check_pair, check_update
 from .errors import CafinTypeError, refuse
 from .layers import Columns, Layer, Patches
 from .rounding import Noise, noise_like, rounded, widened
-from .rule import Averaging, Hyper, at_least, whole
+from .rule import Averaging, Hyper, Scalars, at_least, whole
 
 PIECE = 2**18  # elements: with what is computed from them they fit a CPU's cache, and still feed several threads
 EPSILON = 1e-6  # of the min-max normalisation; gradients are small, so it matters: never rescale a moment before it
@@ -42,12 +42,13 @@ class RawSums(NamedTuple):
             counts for Embedding (V,).
         S: sums of the output gradient: squares, or plain sums for norm layers; (S_size,), of transposed convolutions
             those for the weight and then those for the bias.
-        n: rows, samples, or batch times output positions: what the sums will be divided by.
+        n: rows, samples, or batch times output positions: what the sums will be divided by. In JAX's programs an array
+            without axes.
     """
 
     H: Any
     S: Any
-    n: int
+    n: Any
 
 
 def raw_sums(layer: Layer, h: Any, s: Any) -> RawSums:
@@ -92,6 +93,11 @@ def raw_moments(layer: Layer, sums: RawSums, grad_scale: float = 1.0) -> tuple[A
     grad_scale = at_least("raw_moments", "grad_scale", grad_scale, 0.0, strict=True)
     if sums.n < 1:
         refuse("raw_moments", "sums", "hold at least one row", sums.n)
+    return moments(layer, sums, grad_scale)
+
+
+def moments(layer: Layer, sums: RawSums, grad_scale: Any = 1.0) -> tuple[Any, Any]:
+    """`raw_moments` of what has been checked; `n` and `grad_scale` may be arrays without axes, as under `jax.jit`."""
     xp = array_namespace(sums.H)
     H_mean, S_mean = layer.mean(sums.n)
     H, S = sums.H, sums.S
@@ -289,24 +295,35 @@ def _noise_of(p: Any, master: Any, noise: Noise | None, first: int = 0) -> Any:
 def _advanced(
     p: Any, g: Any, m: Any, H: Any, S: Any, hyper: Hyper, step: int, master: Any = None, noise: Any = None
 ) -> tuple[Any, ...]:
-    """The formulas of `update`."""
+    """`update` of what has been checked."""
     x, momentum = widened(p), widened(m)
     xp = array_namespace(x)
     if master is not None:
         x = xp.where(x == widened(rounded(master, p.dtype)), master, x)
-    g = widened(g)
-    if hyper.l2:
-        g = g + hyper.l2 * x
-    g = (1.0 - hyper.beta) * xp.astype(g, momentum.dtype, copy=False)
-    momentum = hyper.beta * momentum + g if hyper.beta else g
-    direction = (hyper.lr / (1.0 - hyper.beta**step)) * momentum
-    if H is not None:
-        direction = direction / xp.reshape(preconditioner(H, S, hyper.Lambda), tuple(p.shape))
-    if hyper.decay:
-        direction = direction + hyper.decay * x
-    x = x - direction
+    scalars = Scalars.of(hyper, step)
+    step_taken, momentum = direction(x, widened(g), momentum, H, S, scalars)
+    x = x - step_taken
     new = rounded(x, p.dtype, noise), rounded(momentum, m.dtype), *(() if master is None else (x,))
     return tuple(map(xp.asarray, new))  # not NumPy's scalars
+
+
+def direction(x: Any, g: Any, m: Any, H: Any, S: Any, scalars: Scalars) -> tuple[Any, Any]:
+    """(what a step takes from the parameter `x`, new momentum): the formulas of `update`, in the arrays' own precision.
+    The scalars may be arrays without axes, as under `jax.jit`."""
+    xp = array_namespace(x)
+    g = xp.astype(_plus(g, scalars.l2, x), m.dtype, copy=False)
+    momentum = _plus(scalars.rest * g, scalars.beta, m)
+    step = scalars.step_size * momentum
+    if H is not None:
+        step = step / xp.reshape(preconditioner(H, S, scalars.Lambda), tuple(x.shape))
+    return _plus(step, scalars.decay, x), momentum
+
+
+def _plus(total: Any, coefficient: Any, x: Any) -> Any:
+    """`total + coefficient * x`; without the term where the coefficient is 0, as 0 times inf would be NaN."""
+    if isinstance(coefficient, float):
+        return total + coefficient * x if coefficient else total
+    return array_namespace(x).where(coefficient == 0, total, total + coefficient * x)
 
 
 def _fused(p: Any, g: Any, m: Any) -> bool:
@@ -323,7 +340,7 @@ def _advance_fused(p: Any, g: Any, m: Any, H: Any, S: Any, hyper: Hyper, step: i
     (m.mul_(hyper.beta) if hyper.beta else m.zero_()).add_(g, alpha=1.0 - hyper.beta)
     if hyper.decay:
         p.sub_(p, alpha=hyper.decay)
-    step_size = hyper.lr / (1.0 - hyper.beta**step)
+    step_size = Scalars.of(hyper, step).step_size
     if F is None:
         p.sub_(m, alpha=step_size)
     else:

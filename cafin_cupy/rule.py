@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import CafinTypeError, refuse, shown
 
@@ -179,3 +179,28 @@ class Hyper:
         at_least(where, path.format("Lambda"), damping, SMALLEST, mend="float32 knows no smaller normal number")
         decay, decoupled = scalar("weight_decay", weight_decay), flag(where, "decoupled", decoupled)
         return cls(rate, b, damping, decay, decoupled, flag(where, path.format("maximize"), maximize))
+
+
+class Scalars(NamedTuple):
+    """What the formulas of the update take of the hyperparameters at one step of a parameter.
+
+    Attributes:
+        step_size: `lr / (1 - beta^step)`.
+        decay: of AdaFisherW, `lr * weight_decay`; else 0.
+        l2: of AdaFisher, `weight_decay`; else 0.
+        beta, rest: decay of the momentum, and `1 - beta`.
+        Lambda: damping.
+    """
+
+    step_size: Any
+    decay: Any
+    l2: Any
+    beta: Any
+    rest: Any
+    Lambda: Any
+
+    @classmethod
+    def of(cls, hyper: Hyper, step: int) -> Scalars:
+        """At a parameter's `step`, counted from 1, computed in float64."""
+        step_size = hyper.lr / (1.0 - hyper.beta**step)
+        return cls(step_size, hyper.decay, hyper.l2, hyper.beta, 1.0 - hyper.beta, hyper.Lambda)

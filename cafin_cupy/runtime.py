@@ -54,14 +54,17 @@ def _read(file: str) -> str:
 @cache
 def source(stem: str) -> str:
     """The CUDA C of `kernels/<stem>.cu` with its local includes pasted in."""
-    file = f"{stem}.cu"
+    return f'#line 1 "kernels/{stem}.cu"\n{_pasted(f"{stem}.cu")}'
+
+
+def _pasted(file: str) -> str:
     text = _read(file)
 
-    def pasted(include: re.Match[str]) -> str:
+    def paste(include: re.Match[str]) -> str:
         line = text.count("\n", 0, include.start()) + 2
-        return f'#line 1 "kernels/{include[1]}"\n{_read(include[1])}\n#line {line} "kernels/{file}"'
+        return f'#line 1 "kernels/{include[1]}"\n{_pasted(include[1])}\n#line {line} "kernels/{file}"'
 
-    return f'#line 1 "kernels/{file}"\n{_INCLUDE.sub(pasted, text)}'
+    return _INCLUDE.sub(paste, text)
 
 
 def options(dtype: str = "float32") -> tuple[str, ...]:
@@ -82,34 +85,61 @@ def compile_cubin(stem: str, arch: str, dtype: str = "float32") -> bytes:
     Raises:
         BackendError: the source does not compile, and the message is the compiler's log; or NVRTC is missing.
     """
+    return bytes(_compiled("compile_cubin", source(stem), f"{stem}.cu", cubin_options(arch, dtype), "getCUBIN"))
+
+
+def ptx(text: str, file: str, arch: str, dtype: str = "float32") -> str:
+    """PTX of CUDA C with its includes pasted in, for a compute capability ("90") and later ones; kept on disk.
+
+    Raises:
+        BackendError: as `compile_cubin`.
+    """
+    wanted = (*options(dtype), "-ftz=true", f"-arch=compute_{arch}", "--device-as-default-execution-space")
+
+    def compiled() -> bytes:
+        code = _compiled("ptx", text, file, wanted, "getPTX")
+        return code.encode() if isinstance(code, str) else bytes(code)
+
+    return _kept("ptx", f"{file}.ptx", (wanted, text), compiled).decode().rstrip("\0")
+
+
+def _compiled(where: str, text: str, file: str, wanted: tuple[str, ...], get: str) -> Any:
+    """What NVRTC makes of CUDA C, by the name of its function."""
     from cupy.cuda import nvrtc
 
     try:
-        program = nvrtc.createProgram(source(stem), f"{stem}.cu", (), ())
+        program = nvrtc.createProgram(text, file, (), ())
     except Exception as error:  # the library is not found, or does not load
-        raise BackendError(f"compile_cubin: {_nvrtc_problem(error)}") from error
+        raise BackendError(f"{where}: {_nvrtc_problem(error)}") from error
     try:
-        nvrtc.compileProgram(program, cubin_options(arch, dtype))
-        return bytes(nvrtc.getCUBIN(program))
+        nvrtc.compileProgram(program, wanted)
+        return getattr(nvrtc, get)(program)
     except nvrtc.NVRTCError as error:
-        raise BackendError(f"compile_cubin: {stem}.cu for {arch}: {error}\n{nvrtc.getProgramLog(program)}") from error
+        arch = next(word for word in wanted if word.startswith("-arch=")).removeprefix("-arch=")
+        raise BackendError(f"{where}: {file} for {arch}: {error}\n{nvrtc.getProgramLog(program)}") from error
     finally:
         nvrtc.destroyProgram(program)
 
 
 def cubin(stem: str, arch: str, dtype: str = "float32") -> bytes:
     """As `compile_cubin`, but what a process has compiled before is read from the disk."""
+    content = cubin_options(arch, dtype), source(stem)
+    return _kept("cubin", f"{stem}.cubin", content, lambda: compile_cubin(stem, arch, dtype))
+
+
+def _kept(where: str, file: str, content: tuple[Any, ...], compiled: Callable[[], bytes]) -> bytes:
+    """What is compiled of `content`, or read from the disk."""
     from cupy.cuda import nvrtc
 
     try:
         version = nvrtc.getVersion()
-    except Exception as error:  # as in `compile_cubin`
-        raise BackendError(f"cubin: {_nvrtc_problem(error)}") from error
-    content = repr((version, cubin_options(arch, dtype), source(stem)))
-    key = f"cafin_cupy-{stem}-{hashlib.sha256(content.encode()).hexdigest()[:40]}.cubin"
+    except Exception as error:  # as in `_compiled`
+        raise BackendError(f"{where}: {_nvrtc_problem(error)}") from error
+    stem, _, kind = file.rpartition(".")
+    key = f"cafin_cupy-{stem}-{hashlib.sha256(repr((version, *content)).encode()).hexdigest()[:40]}.{kind}"
     code = kernel_cache.load(key)
     if code is None:
-        code = compile_cubin(stem, arch, dtype)
+        code = compiled()
         kernel_cache.save(key, code)
     return code
 

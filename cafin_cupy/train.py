@@ -22,18 +22,8 @@ from .clock import Clock
 from .errors import refuse
 from .ranks import Ranks
 from .recorder import Recorder
+from .training import DEFAULTS, Epoch, check, draw
 
-# What suits each optimizer on this very task. Parity averaging leaves F near Lambda: a step is that of momentum SGD
-# with lr / Lambda, here 1, where PyTorch's SGD, whose momentum is a sum and no mean, would say 0.1. By the paper's rule
-# the factors fill [0, 1] and F rises to 1. The decoupled decay shrinks a weight by lr * weight_decay, here 5e-4 too.
-DEFAULTS: dict[tuple[str, str], dict[str, float]] = {
-    ("adafisher", "parity"): {"lr": 1e-3, "Lambda": 1e-3, "weight_decay": 5e-4, "TCov": 10},
-    ("adafisher", "paper"): {"lr": 1e-2, "Lambda": 1e-2, "weight_decay": 5e-4, "TCov": 10},
-    ("adafisherw", "parity"): {"lr": 1e-3, "Lambda": 1e-3, "weight_decay": 0.5, "TCov": 10},
-    ("adafisherw", "paper"): {"lr": 1e-2, "Lambda": 1e-2, "weight_decay": 0.05, "TCov": 10},
-    ("adamw", ""): {"lr": 3e-3, "weight_decay": 1e-2},
-    ("sgd", ""): {"lr": 0.1, "weight_decay": 5e-4},
-}
 CHECK_EVERY = 20  # steps, after which ranks make sure that they agree
 
 
@@ -76,17 +66,9 @@ class Settings:
         for name, value in DEFAULTS[key].items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        rule.whole("train", "epochs", self.epochs, 1)
-        rule.whole("train", "batch_size", self.batch_size, 2)  # BatchNorm needs two values of each channel
-        rule.whole("train", "seed", self.seed, 0)
-        rule.at_least("train", "lr", self.lr, 0.0, strict=True)
-        rule.at_least("train", "weight_decay", self.weight_decay, 0.0)
         if self.device == "cuda" and not torch.cuda.is_available():
             refuse("train", "device", "be a GPU that PyTorch sees", "none", "`python -m cafin_cupy doctor` tells why")
-        for name in ("output", "checkpoint", "factors"):
-            path = getattr(self, name)
-            if path is not None and (not path.parent.is_dir() or path.is_dir()):
-                refuse("train", name, "be a file in a folder that exists", path)
+        check(self)
 
     @property
     def adafisher(self) -> bool:
@@ -102,16 +84,6 @@ class Settings:
     def where(self) -> torch.device:
         """The device that `device` stands for."""
         return torch.device("cuda" if self.device != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """One pass over the training images: mean loss, share of right answers on both sets, seconds."""
-
-    loss: float
-    train_accuracy: float
-    test_accuracy: float
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -258,10 +230,7 @@ def _train(settings: Settings, ranks: Ranks, device: torch.device) -> Result:
             if ranks.first:
                 _save(settings, parts, generator, epochs, time.perf_counter() - began)
             if not quiet:
-                tqdm.write(
-                    f"epoch {epoch + 1:3d}  loss {line.loss:.4f}  train {line.train_accuracy:7.2%}  "
-                    f"test {line.test_accuracy:7.2%}  {line.seconds:.2f} s"
-                )
+                tqdm.write(line.line(epoch + 1))
     return _result(epochs, backend, watch, time.perf_counter() - began, recorder)
 
 
@@ -328,27 +297,6 @@ def _result(epochs: list[Epoch], backend: str, watch: Stopwatch, seconds: float,
     return Result(epochs, backend, step, update, factors, seconds, recorder)
 
 
-def draw(settings: Settings, result: Result) -> None:
-    """Write the curves of loss and accuracy to `settings.output`, as PNG."""
-    from matplotlib.figure import Figure  # not pyplot, which would look for a display
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    numbers = range(1, len(result.epochs) + 1)
-    left.semilogy(numbers, [epoch.loss for epoch in result.epochs], color="tab:blue", marker=".")
-    left.set(title="training loss", xlabel="epoch", ylabel="cross-entropy")
-    for part, color in (("train", "tab:blue"), ("test", "tab:orange")):
-        percent = [100 * getattr(epoch, f"{part}_accuracy") for epoch in result.epochs]
-        right.plot(numbers, percent, color=color, marker=".", label=part)
-    right.set(title=f"accuracy: test {result.accuracy:.2%}", xlabel="epoch", ylabel="%")
-    right.legend(loc="lower right")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    figure.suptitle(f"{settings.optimizer}, {settings.where.type}, seed {settings.seed}")
-    figure.savefig(settings.output, format="png", dpi=120)
-
-
 def report(settings: Settings) -> int:
     """Train, draw, and print the summary; returns the exit code. PyTorch is held to one CPU thread.
 
@@ -358,7 +306,7 @@ def report(settings: Settings) -> int:
     result = train(settings)
     if not Ranks().first:
         return 0
-    draw(settings, result)
+    draw(settings.output, result.epochs, f"{settings.optimizer}, {settings.where.type}, seed {settings.seed}")
     clock = "CUDA events" if settings.where.type == "cuda" else "perf_counter"
     share = result.update_seconds / result.step_seconds
     print(f"test accuracy {result.accuracy:.2%} after {len(result.epochs)} epochs, {result.seconds:.1f} s in all")

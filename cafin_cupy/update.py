@@ -267,9 +267,8 @@ def same_order(where: str, p: list[View], path: str, views: Sequence[View | None
 def writable(where: str, name: str, v: View) -> None:
     """Refuse an array that cannot be updated in place."""
     if not v.writable or not hasattr(v.owner, "__setitem__"):
-        refuse(
-            where, name, "be writable, as it is updated in place", "a read-only array", "pass a copy", CafinTypeError
-        )
+        mend = "pass a copy, or for JAX, whose arrays are immutable, see cafin_cupy.adapters.jax"
+        refuse(where, name, "be writable, as it is updated in place", "a read-only array", mend, CafinTypeError)
     if v.dtype not in FLOATS:
         rule = f"hold real floating-point numbers ({', '.join(FLOATS)})"
         refuse(where, name, rule, v.dtype, "convert it", CafinTypeError)

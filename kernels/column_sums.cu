@@ -160,16 +160,8 @@ __device__ inline void put(const Operand& o, i64 index, A sum) {
     o.sums[index] = o.add ? o.sums[index] + sum : sum;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4) column_sums(const ColumnSums args) {
-    __shared__ Partial partial;
-    __shared__ A total[WIDE];
-    wait_for_previous_launch();
-    allow_next_launch();
-
-    int operand = 0;
-    while (operand + 1 < args.count && blockIdx.x >= args.operand[operand + 1].first) ++operand;
-    const Operand& o = args.operand[operand];
-    const int block = blockIdx.x - o.first;
+// A block's share of an operand.
+__device__ inline void sum_columns(const Operand& o, int block, Partial& partial, A* total) {
     const int tile = block % o.tiles;
     const int slice = block / o.tiles;
     if (o.element == 0) sum_block<T>(o, tile, slice, partial);
@@ -200,4 +192,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) column_sums(const Colum
         const i64 part = tile - segment * o.run / length;
         if (lane == 0) put(o, (slice * o.parts + part) * segments + segment, t);
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4) column_sums(const ColumnSums args) {
+    __shared__ Partial partial;
+    __shared__ A total[WIDE];
+    wait_for_previous_launch();
+    allow_next_launch();
+
+    int operand = 0;
+    while (operand + 1 < args.count && blockIdx.x >= args.operand[operand + 1].first) ++operand;
+    const Operand& o = args.operand[operand];
+    sum_columns(o, blockIdx.x - o.first, partial, total);
 }

@@ -156,11 +156,16 @@ constexpr int BLOCKS = 5;
 constexpr int BLOCKS = 3;
 #endif
 
+// A block's share of a job.
+__device__ inline void fold_block(const FoldJob& job, int number) {
+    if (job.across) patches(job, number);
+    else plain(job, (i64(number) * THREADS + threadIdx.x) / LANES);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) fold(const Fold args) {
     wait_for_previous_launch();
     allow_next_launch();
     const Share share = args.shares[blockIdx.x];
     const FoldJob job = args.jobs[share.item];
-    if (job.across) patches(job, share.number);
-    else plain(job, (i64(share.number) * THREADS + threadIdx.x) / LANES);
+    fold_block(job, share.number);
 }

@@ -54,6 +54,11 @@ static_assert(sizeof(Update) == SIZEOF_Update, "kernels and cafin_cupy/table.py 
 
 constexpr int THREADS = 256;
 
+enum Type { FLOAT32, BFLOAT16, HALF };
+
+// As cafin_cupy/cuda_update.py numbers them.
+constexpr int kind(Type p, Type m, bool master = false) { return p | m << 2 | master << 4; }
+
 template <typename E>
 struct alignas(4 * sizeof(E)) Quad {
     E at[4];
@@ -109,11 +114,10 @@ __device__ inline Hyper hyper(const Update& args, int index) {
 // One chunk of a parameter of type P with momentum of type M. Arithmetic is that of A; what is of 16 bits is rounded once,
 // when it is written. MASTER: p is a rounded copy of float32 weights. RANDOM: p may be rounded at random.
 template <typename P, typename M, bool MASTER = false, bool RANDOM = false>
-__device__ inline void update_chunk(const Update& args, const Share& share, const void* gradients, const Parameter& t) {
-    const Hyper h = hyper(args, t.hyper);
+__device__ inline void update_chunk(const Hyper& h, int chunk, const void* gradients, const Parameter& t) {
     if (h.grad_scale == A(0)) return;
     const bool aligned = t.vector && reinterpret_cast<u64>(gradients) % alignof(Quad<P>) == 0;
-    const i64 start = i64(share.number) * CHUNK;
+    const i64 start = i64(chunk) * CHUNK;
     const int count = int(min(i64(CHUNK), t.size - start));
     const i64 first_row = t.H ? start / t.columns : 0;
     const i64 first_column = t.H ? start - first_row * t.columns : 0;
@@ -185,5 +189,5 @@ __device__ inline void update_block(const Update& args) {
     const void* gradients = gradient(args, share.item);
     if (gradients == nullptr) return;
     const Parameter t = args.parameters[share.item];
-    update_chunk<P, M, MASTER, RANDOM>(args, share, gradients, t);
+    update_chunk<P, M, MASTER, RANDOM>(hyper(args, t.hyper), share.number, gradients, t);
 }

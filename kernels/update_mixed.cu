@@ -30,11 +30,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS)
     update_float16_float16_master(const Update args) { update_block<Half, Half, true>(args); }
 
-enum Type { FLOAT32, BFLOAT16, HALF };
-
-// As cafin_cupy/cuda_update.py numbers them.
-constexpr int kind(Type p, Type m, bool master = false) { return p | m << 2 | master << 4; }
-
 // Blocks that must fit a multiprocessor, which bounds their registers; 0 leaves that to the compiler. Left to itself it
 // goes down to 64 on 7.5 as well, and needs local memory for it.
 #if __CUDA_ARCH__ >= 800
@@ -51,17 +46,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) update_mixed(const
     const void* gradients = gradient(args, share.item);
     if (gradients == nullptr) return;
     const Parameter t = args.parameters[share.item];
+    const Hyper h = hyper(args, t.hyper);
     switch (t.kind) {
-        case kind(FLOAT32, FLOAT32): return update_chunk<float, float>(args, share, gradients, t);
-        case kind(FLOAT32, BFLOAT16): return update_chunk<float, Bfloat16>(args, share, gradients, t);
-        case kind(FLOAT32, HALF): return update_chunk<float, Half>(args, share, gradients, t);
-        case kind(BFLOAT16, FLOAT32): return update_chunk<Bfloat16, float, false, true>(args, share, gradients, t);
-        case kind(BFLOAT16, BFLOAT16): return update_chunk<Bfloat16, Bfloat16, false, true>(args, share, gradients, t);
-        case kind(BFLOAT16, FLOAT32, true): return update_chunk<Bfloat16, float, true>(args, share, gradients, t);
-        case kind(BFLOAT16, BFLOAT16, true): return update_chunk<Bfloat16, Bfloat16, true>(args, share, gradients, t);
-        case kind(HALF, FLOAT32): return update_chunk<Half, float, false, true>(args, share, gradients, t);
-        case kind(HALF, HALF): return update_chunk<Half, Half, false, true>(args, share, gradients, t);
-        case kind(HALF, FLOAT32, true): return update_chunk<Half, float, true>(args, share, gradients, t);
-        case kind(HALF, HALF, true): return update_chunk<Half, Half, true>(args, share, gradients, t);
+        case kind(FLOAT32, FLOAT32): return update_chunk<float, float>(h, share.number, gradients, t);
+        case kind(FLOAT32, BFLOAT16): return update_chunk<float, Bfloat16>(h, share.number, gradients, t);
+        case kind(FLOAT32, HALF): return update_chunk<float, Half>(h, share.number, gradients, t);
+        case kind(BFLOAT16, FLOAT32): return update_chunk<Bfloat16, float, false, true>(h, share.number, gradients, t);
+        case kind(BFLOAT16, BFLOAT16): return update_chunk<Bfloat16, Bfloat16, false, true>(h, share.number, gradients, t);
+        case kind(BFLOAT16, FLOAT32, true): return update_chunk<Bfloat16, float, true>(h, share.number, gradients, t);
+        case kind(BFLOAT16, BFLOAT16, true): return update_chunk<Bfloat16, Bfloat16, true>(h, share.number, gradients, t);
+        case kind(HALF, FLOAT32): return update_chunk<Half, float, false, true>(h, share.number, gradients, t);
+        case kind(HALF, HALF): return update_chunk<Half, Half, false, true>(h, share.number, gradients, t);
+        case kind(HALF, FLOAT32, true): return update_chunk<Half, float, true>(h, share.number, gradients, t);
+        case kind(HALF, HALF, true): return update_chunk<Half, Half, true>(h, share.number, gradients, t);
     }
 }

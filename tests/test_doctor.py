@@ -243,6 +243,23 @@ def test_framework(
     assert bool(check.mend) == (status == "warn")
 
 
+@pytest.mark.parametrize(
+    ("answer", "status", "words"),
+    [
+        ((0, "\n", ""), "ok", "runs the kernels in its programs"),
+        ((0, "jax 0.6.2 is older\n", ""), "warn", "plain array code serves it: jax 0.6.2 is older"),
+        ((1, "", "Traceback\nImportError: no driver\n"), "warn", "ImportError: no driver"),
+    ],
+)
+def test_jax_on_a_gpu_is_asked_for_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, answer: tuple[int, str, str], status: str, words: str
+) -> None:
+    monkeypatch.setattr(doctor, "_framework", lambda *args: doctor.Check("ok", "jax", "0.10.2, sees a GPU"))
+    monkeypatch.setattr(doctor, "_asked", lambda program: subprocess.CompletedProcess([], *answer))
+    check = doctor.check_jax()
+    assert check.status == status and words in check.detail and check.detail.startswith("0.10.2, sees a GPU")
+
+
 def test_a_missing_framework_is_information(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "torch", "jax")
     for check in (doctor.check_torch(), doctor.check_jax()):

@@ -58,8 +58,14 @@ def test_nothing_moves_if_a_later_array_is_refused() -> None:
 def test_jax_arrays_are_read_and_never_written() -> None:
     x = make("jax", np.ones(3))
     assert not view(x).writable
-    with refuses(CafinTypeError, "`params[0]` must be writable"):
-        fused_step([x], [np.ones(3, np.float32)], [np.ones(3, np.float32)], lr=0.1)
+    ours = np.ones(3, np.float32)
+    words = "must be writable", "immutable", "cafin_cupy.adapters.jax"
+    with refuses(CafinTypeError, "`params[0]`", *words, unchanged=[x, ours]):
+        fused_step([x], [ours.copy()], [ours], lr=0.1)
+    with refuses(CafinTypeError, "`momenta[0]`", *words, unchanged=[x, ours]):
+        fused_step([ours], [ours.copy()], [x], lr=0.1)
+    with refuses(CafinTypeError, "AdaFisher", "`params[0]`", *words, unchanged=[x]):
+        AdaFisher([x])
 
 
 @pytest.mark.parametrize("reverse", ["p", "g", "m", "pgm"])

@@ -1,15 +1,8 @@
-"""Training runs of the public implementation, recorded in tests/data: every factor, momentum and parameter again.
-
-The recorded float32 run lies within 3e-6 of its float64 run, relative to a tensor's largest entry; ours is held to
-1e-5. Where the true value is 0, as the gradient of a convolution's bias in front of BatchNorm, the bound is 1e-6.
-"""
+"""The recorded training runs of the public implementation, see oracle.py: every factor, momentum and parameter."""
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,16 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from oracle import CASES, RELATIVE, assert_close, build, load, recorded  # noqa: E402
 from torch import nn  # noqa: E402
 from torch_helpers import exact_float32  # noqa: E402
 
 from cafin_cupy import Averaging, BatchNorm2d, Conv2d, LayerNorm, Linear, reference  # noqa: E402
 from cafin_cupy.adapters import torch as adapter  # noqa: E402
 
-DATA = Path(__file__).parent / "data"
-CASES = sorted(file.stem for file in DATA.glob("*.npz"))
-RELATIVE = 1e-5
-ABSOLUTE = 1e-6
 ROUNDING = 1e-12  # float64 against float64: another order of summation over a few steps
 
 RUNS = [
@@ -43,22 +33,6 @@ def _exact() -> Iterator[None]:
         yield
 
 
-@functools.cache
-def load(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    with np.load(DATA / f"{name}.npz") as file:
-        return json.loads(str(file["case"])), {key: file[key] for key in file.files if key != "case"}
-
-
-def build(case: dict[str, Any], arrays: dict[str, np.ndarray], dtype: Any, device: str) -> nn.Sequential:
-    def module(kind: str, **options: Any) -> nn.Module:
-        return getattr(nn, kind)(**{key: tuple(v) if isinstance(v, list) else v for key, v in options.items()})
-
-    model = nn.Sequential(*[module(d["type"], **{k: v for k, v in d.items() if k != "type"}) for d in case["model"]])
-    start = {key.removeprefix("init/"): torch.tensor(v) for key, v in arrays.items() if key.startswith("init/")}
-    model.load_state_dict(start)
-    return model.to(dtype).to(device)
-
-
 def backward(case: dict[str, Any], arrays: dict[str, np.ndarray], model: nn.Module, t: int) -> float:
     """Forward and backward of step `t`; the loss without its scale."""
     like = next(model.parameters())
@@ -70,20 +44,6 @@ def backward(case: dict[str, Any], arrays: dict[str, np.ndarray], model: nn.Modu
         loss = nn.functional.cross_entropy(z.mean(1) if z.dim() == 3 else z, y)
     (loss * case.get("loss_scale", 1)).backward()
     return loss.item()
-
-
-def recorded(arrays: dict[str, np.ndarray], kind: str, t: int) -> dict[str, np.ndarray]:
-    prefix = f"f64/{kind}/{t}/"
-    return {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
-
-
-def assert_close(got: Any, true: np.ndarray, relative: float, what: str) -> None:
-    got = np.asarray(got.detach().cpu() if isinstance(got, torch.Tensor) else got, dtype=np.float64)
-    assert got.shape == true.shape, what
-    largest = np.abs(true).max()
-    bound = relative * largest if largest > ABSOLUTE else ABSOLUTE
-    error = np.abs(got - true).max()
-    assert error <= bound, f"{what}: error {error:.2e}, allowed {bound:.2e}"
 
 
 def test_every_case_is_here() -> None:

@@ -39,7 +39,7 @@ def test_the_table_names_every_layer():
 
 
 def test_every_block_has_its_test():
-    assert len(BLOCKS) == 11
+    assert len(BLOCKS) == 13
 
 
 def test_pytorch_example():
@@ -142,3 +142,17 @@ def test_lightning_example(on_one_device):
     (optimizer,) = names["trainer"].optimizers
     assert optimizer.steps == 20 and optimizer.factors().keys() == {"net.0", "net.2"}
     assert list(on_one_device.rglob("*.ckpt"))
+
+
+def test_flax_example():
+    pytest.importorskip("flax")
+    names = run(block("import flax.linen as nn"))
+    assert names["state"].count == 20 and names["H"].shape == (17,) and names["S"].shape == (5,)
+    assert (names["H"] < 0.1).all()  # two sampled steps
+
+
+def test_equinox_example():
+    pytest.importorskip("equinox")
+    names = run(block("import equinox as eqx"))
+    assert names["state"][1].count == 20 and len(names["layers"]) == 2
+    assert (names["model"].layers[0].weight == names["params"].layers[0].weight).all()

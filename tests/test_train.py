@@ -128,7 +128,7 @@ def test_defaults_fill_only_what_is_not_given() -> None:
 
 def test_every_option_is_a_setting() -> None:
     options = vars(parser().parse_args(["train"]))
-    options.pop("command")
+    assert options.pop("command") == "train" and options.pop("framework") is None
     assert set(options) == set(Settings.__dataclass_fields__)
 
 
