@@ -42,7 +42,7 @@ from . import jax_kernels
 from .jax_layers import ChannelNorm, Conv, Dense, Layer, LayerNorm
 from .jax_rule import Leaf, Rule
 from .jax_taps import Layers, tap
-from .jax_update import Factors, State
+from .jax_update import Factors, State, counted
 
 __all__ = [
     "ChannelNorm",
@@ -130,7 +130,8 @@ def adafisher(
         pairs = [rule.taken(leaf, new, scalars, grad_scale) for leaf in leaves]
         back = partial(jax.tree.unflatten, jax.tree.structure(params))
         momentum = [m.astype(leaf.m.dtype) for leaf, (_, m) in zip(leaves, pairs)]
-        return back([-step for step, _ in pairs]), State(state.count + 1, back(momentum), new)
+        updates = [(-step).astype(leaf.p.dtype) for leaf, (step, _) in zip(leaves, pairs)]
+        return back(updates), State(counted(state.count), back(momentum), new)
 
     return optax.GradientTransformationExtraArgs(rule.init, update)
 
@@ -184,7 +185,7 @@ def fused_adafisher(
     def step(params: Any, grads: Any, state: State, *, factors: Any = None, grad_scale: Any = 1.0) -> tuple[Any, State]:
         leaves = rule.leaves(params, grads, state)
         new = rule.refreshed(state, factors, grad_scale)
-        if _takes_kernel(backend, leaves):
+        if _takes_kernel(backend, rule, leaves):
             p, m = jax.lax.platform_dependent(
                 *([getattr(leaf, x) for leaf in leaves] for x in "pgm"),
                 new.used,
@@ -195,19 +196,21 @@ def fused_adafisher(
         else:
             p, m = rule.stepped(leaves, new, state.count, grad_scale)
         back = partial(jax.tree.unflatten, jax.tree.structure(params))
-        return back(p), State(state.count + 1, back(m), new)
+        return back(p), State(counted(state.count), back(m), new)
 
     return Fused(rule.init, step)
 
 
-def _takes_kernel(backend: str | None, leaves: list[Leaf]) -> bool:
+def _takes_kernel(backend: str | None, rule: Rule, leaves: list[Leaf]) -> bool:
     """Whether the step is to be the kernel's where the program is for NVIDIA GPUs."""
     if not leaves or not jax_kernels.wanted(backend):
         return False
-    strange = next((leaf for leaf in leaves if not jax_kernels.takes(leaf.p, leaf.m)), None)
+    strange = next((pair for pair in zip(leaves, rule.described(leaves)) if not jax_kernels.takes(pair[1])), None)
     if strange is not None and requested(backend, "fused_adafisher") is not None:
-        rule, got = "be of a type that the kernel knows", f"{strange.p.dtype} with momentum of {strange.m.dtype}"
-        refuse("fused_adafisher", strange.path, rule, got, 'see backend="reference"', BackendError)
+        leaf, seen = strange
+        kinds = f"be of a type that the kernel knows, in a stack of at most {jax_kernels.ITEMS}"
+        got = f"{seen.dtype} with momentum of {seen.momentum}, in a stack of {seen.stack}"
+        refuse("fused_adafisher", leaf.path, kinds, got, 'see backend="reference"', BackendError)
     return strange is None
 
 

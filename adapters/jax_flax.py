@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import jax
+
 from .jax_layers import ChannelNorm, Conv, Dense, Layer, LayerNorm
 from .jax_taps import by_path
 
@@ -82,6 +84,17 @@ def layer_of(module: Any, kind: str, path: Iterable[Any], h: Shape, params: Mapp
         return None
     own = {role: path for role, path in own.items() if path in params}
     return make(module, h, own)
+
+
+def traced(run: Callable[..., Any], *trees: Any) -> None:
+    """Call `run` on trees whose arrays, or shapes in their place, are traced; flags and texts stay what they are."""
+    leaves, structure = jax.tree.flatten(trees)
+    arrays = {k: leaf for k, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
+
+    def on(arrays: dict[int, Any]) -> Any:
+        return run(*jax.tree.unflatten(structure, [arrays.get(k, leaf) for k, leaf in enumerate(leaves)]))
+
+    jax.eval_shape(on, arrays)
 
 
 def warn_without_factors(where: str, params: Any, found: Mapping[str, Layer]) -> None:

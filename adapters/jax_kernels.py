@@ -22,7 +22,7 @@ from cafin_cupy.cuda_update import BLOCK, TYPES
 from .jax_ptx import OLDEST, Kernel, take_callback
 
 ARGUMENTS = 4000  # of a launch: 8 bytes each, of the 32,764 that CUDA 12.1 takes
-ITEMS = 8000  # of a launch: four bytes each of 64 KiB of constant memory
+ITEMS = 1000  # of a launch: for these the compiler takes some 8 seconds, for 2,000 some 40
 NAMES = {"float32": "float", "bfloat16": "Bfloat16", "float16": "Half"}
 ENUM = {"float32": "FLOAT32", "bfloat16": "BFLOAT16", "float16": "HALF"}
 
@@ -74,10 +74,11 @@ class Leaf(NamedTuple):
         return -(-self.size // table.CHUNK)
 
 
-def takes(p: Any, m: Any) -> bool:
-    """True for types that the kernel knows."""
-    kinds = str(p.dtype), str(m.dtype)
-    return (kinds[0] in TYPES and kinds[1] in ("float32", kinds[0])) or (kinds[0] == "float32" and kinds[1] in TYPES)
+def takes(leaf: Leaf) -> bool:
+    """True for types that the kernel knows, and stacks that it can number."""
+    p, m = leaf.dtype, leaf.momentum
+    known = (p in TYPES and m in ("float32", p)) or (p == "float32" and m in TYPES)
+    return known and leaf.stack <= ITEMS
 
 
 def batches(leaves: Sequence[Leaf]) -> list[list[int]]:

@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import flax.linen as nn
-import jax
 
 from cafin_cupy.errors import CafinTypeError, refuse
 
-from .jax_flax import kind_of, layer_of, warn_without_factors
+from .jax_flax import kind_of, layer_of, traced, warn_without_factors
 from .jax_layers import Layer
 from .jax_taps import Layers, by_path, check_layers, tap
 
@@ -31,7 +30,7 @@ def find(model: nn.Module, variables: Mapping[str, Any], *args: Any, **options: 
     Args:
         model: the module.
         variables: as for `model.apply`; parameters under "params".
-        args, options: as for `model.apply`; arrays or their shapes. Nothing is computed.
+        args, options: as for `model.apply`; for arrays their shapes do. Nothing is computed.
 
     Raises:
         CafinError: the first two are no module and no variables.
@@ -45,7 +44,7 @@ def find(model: nn.Module, variables: Mapping[str, Any], *args: Any, **options: 
 
     def note(module: nn.Module, h: Any, y: Any) -> Any:
         kind = kind_of(module, nn)
-        if kind is None or not hasattr(h, "shape"):
+        if kind is None:
             return y
         layer = layer_of(module, kind, module.path, tuple(h.shape), params)
         # A module that is lifted sees one layer of a stack.
@@ -53,18 +52,19 @@ def find(model: nn.Module, variables: Mapping[str, Any], *args: Any, **options: 
             found.setdefault("/".join(module.path) or kind, layer)
         return y
 
-    def run(variables: Any, *args: Any) -> Any:
+    def run(variables: Any, args: Any, options: Any) -> Any:
         with nn.intercept_methods(_behind(note)):
             return model.apply(variables, *args, **options)
 
-    jax.eval_shape(run, variables, *args)
+    traced(run, variables, args, options)
     warn_without_factors("find", variables["params"], found)
     return Layers(variables["params"], found)
 
 
 @contextmanager
 def tapped(layers: Layers, taps: Any) -> Iterator[None]:
-    """Within, calls of `model.apply` pass the layers' taps.
+    """Within, calls of `model.apply` pass the layers' taps. Let no other model run there: layers are known by their
+    paths.
 
     Args:
         layers: of `find`.
@@ -89,8 +89,7 @@ def _behind(act: Callable[[nn.Module, Any, Any], Any]) -> Any:
 
     def interceptor(call: Any, args: Any, options: Any, context: Any) -> Any:
         y = call(*args, **options)
-        if context.method_name != "__call__" or not args:
-            return y
-        return act(context.module, args[0], y)
+        h = next((x for x in (*args, *options.values()) if hasattr(x, "shape")), None)
+        return y if context.method_name != "__call__" or h is None else act(context.module, h, y)
 
     return interceptor

@@ -11,33 +11,36 @@ def loss(params, taps, x, y):
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import jax
 from flax import nnx
 
 from cafin_cupy.errors import CafinTypeError, refuse
 
-from .jax_flax import kind_of, layer_of, warn_without_factors
+from .jax_flax import kind_of, layer_of, traced, warn_without_factors
 from .jax_layers import Layer
 from .jax_taps import Layers, by_path, check_layers, tap
 
 __all__ = ["find", "tapped"]
 
-_acts: dict[int, Callable[[Any, Any], Any]] = {}  # of modules that are watched, by their identity
+Act = Callable[[Any, Any, Any], Any]  # of a module, its input and its output; returns what is put out
+ACT = "_cafin_act"  # the attribute of a watched module that holds it
 
 
 def find(model: nnx.Module, *args: Any, **options: Any) -> Layers:
     """The layers of a model that have factors: Linear, LinearGeneral, Conv, BatchNorm, LayerNorm, RMSNorm, GroupNorm
     and InstanceNorm, subclasses too, by their paths in `nnx.state(model, nnx.Param)`. One warning names the parameters
-    of no layer, which are updated with F = 1: those of other kinds.
+    of no layer, which are updated with F = 1: those of other kinds, and of modules that `nnx.scan` or `nnx.vmap` lifts
+    (tap those by hand, see `jax.tap`).
 
     Args:
         model: the module.
-        args, options: as for a call of it; arrays or their shapes. Nothing is computed, and the model stays as it is.
+        args, options: as for a call of it; for arrays their shapes do. Nothing is computed, and the model stays as it
+            is.
 
     Raises:
         CafinError: `model` is no module of NNX.
@@ -47,23 +50,23 @@ def find(model: nnx.Module, *args: Any, **options: Any) -> Layers:
     known = by_path(params)
     found: dict[str, Layer] = {}
 
-    def run(params: Any, rest: Any, *args: Any) -> Any:
+    def run(params: Any, rest: Any, args: Any, options: Any) -> Any:
         copy = nnx.merge(graph, params, rest)
 
-        def note(path: tuple[Any, ...], kind: str, module: Any) -> Callable[[Any, Any], Any]:
-            def act(h: Any, y: Any) -> Any:
+        def note(path: tuple[Any, ...], kind: str) -> Act:
+            def act(module: Any, h: Any, y: Any) -> Any:
                 layer = layer_of(module, kind, path, tuple(h.shape), known)
-                if layer is not None:
+                # A module that is lifted sees one layer of a stack.
+                if layer and getattr(module, layer.weight.rpartition("/")[2]).shape == known[layer.weight].shape:
                     found.setdefault("/".join(map(str, path)) or kind, layer)
                 return y
 
             return act
 
-        watched = [(module, note(path, kind, module)) for path, kind, module in _modules(copy)]
-        with _watching(watched):
+        with _watching([(module, note(path, kind)) for path, kind, module in _modules(copy)]):
             return copy(*args, **options)
 
-    jax.eval_shape(run, params, rest, *args)
+    traced(run, params, rest, args, options)
     warn_without_factors("find", params, found)
     return Layers(params, found)
 
@@ -85,8 +88,8 @@ def tapped(model: nnx.Module, layers: Layers, taps: Any) -> Iterator[None]:
     check_layers("tapped", layers).check("tapped", "taps", taps)
     by_module = {bound.layer.weight.rpartition("/")[0]: name for name, bound in layers.items()}
 
-    def through(name: str) -> Callable[[Any, Any], Any]:
-        return lambda h, y: tap(layers[name], h, y, taps[name])
+    def through(name: str) -> Act:
+        return lambda _, h, y: tap(layers[name], h, y, taps[name])
 
     pairs = [(by_module.get("/".join(map(str, path))), module) for path, _, module in _modules(model)]
     missing = set(layers) - {name for name, _ in pairs}
@@ -110,28 +113,32 @@ def _modules(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], str, Any]]:
 
 
 @contextmanager
-def _watching(acts: list[tuple[Any, Callable[[Any, Any], Any]]]) -> Iterator[None]:
-    """Within, a call of a module returns what its act makes of input and output."""
-    if any(id(module) in _acts for module, _ in acts):
+def _watching(acts: list[tuple[Any, Act]]) -> Iterator[None]:
+    """Within, a call of a module returns what its act makes of input and output. The act is an attribute of the module,
+    so it stays with the copies that `nnx.remat`, `nnx.jit` and the like make of it."""
+    if any(hasattr(module, ACT) for module, _ in acts):
         mend = "leave the other context first, or merge a copy of it"
         refuse("tapped", "model", "not be tapped already", "one within another", mend)
     before = [(module, type(module)) for module, _ in acts]
     try:
         for module, act in acts:
-            _acts[id(module)] = act
+            object.__setattr__(module, ACT, act)
             object.__setattr__(module, "__class__", _watched(type(module)))  # type: ignore[arg-type]
         yield
     finally:
         for module, kind in before:
             object.__setattr__(module, "__class__", kind)
-            _acts.pop(id(module), None)
+            vars(module).pop(ACT, None)
 
 
 @cache
 def _watched(kind: type) -> type:
     """A subclass whose calls are watched."""
+    arguments = inspect.signature(kind.__call__)
 
-    def call(self: Any, h: Any, *args: Any, **options: Any) -> Any:
-        return _acts[id(self)](h, kind.__call__(self, h, *args, **options))
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        y = kind.__call__(self, *args, **options)
+        _, h, *_ = arguments.bind(self, *args, **options).args
+        return getattr(self, ACT)(self, h, y)
 
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})

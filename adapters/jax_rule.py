@@ -102,10 +102,7 @@ class Rule:
         """The state before the first step: momenta of 0 and factors of 1."""
         leaves = jax.tree_util.tree_flatten_with_path(params)[0]
         for path, p in leaves:
-            if not jnp.issubdtype(jnp.result_type(p), jnp.floating):
-                refuse(
-                    self.where, path_name(path), "be of floating-point numbers", jnp.result_type(p), kind=CafinTypeError
-                )
+            _check_floating(self.where, path_name(path), p)
         if leaves:
             self._owned(params)
         momentum = jax.tree.map(lambda p: jnp.zeros(p.shape, self._momentum_of(p)), params)
@@ -142,6 +139,8 @@ class Rule:
     def leaves(self, params: Any, grads: Any, state: State) -> list[Leaf]:
         """The parameters with what belongs to each, in the order of the tree."""
         self._check_state(state)
+        if jax.tree.leaves(params):
+            self._owned(params)
         found, structure = jax.tree_util.tree_flatten_with_path(params)
         for name, tree in (("grads", grads), ("state.momentum", state.momentum)):
             got: Any = jax.tree.structure(tree)
@@ -154,12 +153,9 @@ class Rule:
                     f"those have {structure}",
                     CafinTypeError,
                 )
-        for (path, _), g in zip(found, jax.tree.leaves(grads)):
-            if not jnp.issubdtype(getattr(g, "dtype", type(g)), jnp.floating):
-                got = getattr(g, "dtype", type(g).__name__)
-                refuse(
-                    self.where, f"grads[{path_name(path)!r}]", "be of floating-point numbers", got, "", CafinTypeError
-                )
+        for name, tree in (("params", params), ("grads", grads), ("state.momentum", state.momentum)):
+            for (path, _), x in zip(found, jax.tree.leaves(tree)):
+                _check_floating(self.where, f"{name}[{path_name(path)!r}]", x)
         leaves = [
             Leaf(path_name(path), jnp.asarray(p), jnp.asarray(g), m, d)
             for (path, p), g, m, d in zip(
@@ -190,12 +186,12 @@ class Rule:
         if not isinstance(state, State):
             refuse(self.where, "state", "be State", type(state).__name__, "pass what `init` returned", CafinTypeError)
         like = jax.eval_shape(partial(first_factors, self.layers, self.averaging))
-        for name, want in zip(Factors._fields, like):
-            shape, got = (getattr(x, "shape", None) for x in (want, getattr(state.factors, name, None)))
-            if got != shape:
-                rule = f"have shape {shape}" if shape else "be ()"
-                mend = "pass a state of the same layers and averaging rule"
-                refuse(self.where, f"state.factors.{name}", rule, got, mend)
+        known = {f"factors.{name}": (getattr(state.factors, name, None), x) for name, x in zip(Factors._fields, like)}
+        known["count"] = state.count, jax.ShapeDtypeStruct((), jnp.int32)
+        for name, (x, want) in known.items():
+            if _described(x) != _described(want):
+                mend = "pass a state of the same layers and averaging rule, as `init` made it"
+                refuse(self.where, f"state.{name}", f"be {_described(want)}", _described(x), mend)
 
     def refreshed(self, state: State, sums: Any, grad_scale: Any) -> Factors:
         """The factors that this step uses."""
@@ -208,7 +204,13 @@ class Rule:
 
     def scalars(self, count: Any) -> tuple[Scalars, Scalars]:
         """Of the step behind `count` completed ones, without weight decay and with it."""
-        lr = self.lr(count) if callable(self.lr) else self.lr
+        lr = self.lr
+        if callable(lr):
+            lr = lr(count)
+            if hasattr(lr, "dtype"):
+                _check_scalar(self.where, "lr(count)", lr)
+            else:
+                at_least(self.where, "lr(count)", lr, 0.0)
         return scalars_at(lr, self.beta, self.Lambda, self.weight_decay, self.decoupled, count)
 
     def taken(self, leaf: Leaf, factors: Factors, scalars: tuple[Scalars, Scalars], grad_scale: Any) -> tuple[Any, Any]:
@@ -253,6 +255,18 @@ def _check_scalar(where: str, name: str, value: Any) -> None:
     """Refuse an array that is no single number."""
     if value.shape != () or not jnp.issubdtype(value.dtype, jnp.number):
         refuse(where, name, "be a single number", f"{value.dtype} of shape {value.shape}", kind=CafinTypeError)
+
+
+def _check_floating(where: str, name: str, x: Any) -> None:
+    if not jnp.issubdtype(getattr(x, "dtype", np.void), jnp.floating):
+        refuse(where, name, "be an array of floating-point numbers", _described(x), kind=CafinTypeError)
+
+
+def _described(x: Any) -> str:
+    """Type and shape of an array; of all else what it is."""
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return f"{x.dtype} of shape {tuple(x.shape)}"
+    return "()" if x == () else type(x).__name__
 
 
 def _check_dtype(where: str, dtype: Any) -> None:

@@ -137,6 +137,7 @@ class Layers(Mapping[str, Bound]):
             CafinError: a path leads to no parameter, a shape is none of that layer's, two layers share a parameter.
         """
         leaves = by_path(params)
+        names = [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
         self._bound: dict[str, Bound] = {}
         self.size = 0  # of all factors together
         self.parameters: dict[str, Shape] = {}  # of the layers, by their paths
@@ -150,6 +151,9 @@ class Layers(Mapping[str, Bound]):
                 if path not in leaves:
                     known = ", ".join(sorted(leaves)[:8])
                     refuse("Layers", f"layers[{name!r}]", "name parameters", repr(path), f"there are {known}")
+                if names.count(path) > 1:
+                    mend = 'rename them: keys with "/" in them read as two'
+                    refuse("Layers", f"layers[{name!r}]", f"tell parameters apart by {path!r}", "several", mend)
                 if path in owner:
                     rule = f"have parameters of its own, not {path!r} of {owner[path]!r}"
                     refuse("Layers", f"layers[{name!r}]", rule, "both", "tap one layer at both places: its sums add up")
@@ -194,8 +198,9 @@ class Layers(Mapping[str, Bound]):
                 got = type(given[layer]).__name__
                 refuse(where, f"{name}[{layer!r}]", "be RawSums", got, "pass layers.zeros()", CafinTypeError)
             for letter, x, shape in zip("HSn", given[layer], bound.shapes):
-                if tuple(x.shape) != shape:
-                    refuse(where, f"{name}[{layer!r}].{letter}", f"have shape {shape}", tuple(x.shape))
+                if getattr(x, "shape", None) != shape or not jnp.issubdtype(x.dtype, jnp.floating):
+                    got = f"{x.dtype} of shape {tuple(x.shape)}" if hasattr(x, "shape") else type(x).__name__
+                    refuse(where, f"{name}[{layer!r}].{letter}", f"be floating-point of shape {shape}", got)
 
     def factors(self, state: Any) -> dict[str, tuple[Any, Any]]:
         """(H, S) of each layer, float32 (*stack, H_size) and (*stack, S_size), as the preconditioner takes them;
@@ -232,4 +237,5 @@ def by_path(tree: Any) -> dict[str, Any]:
 def path_name(path: tuple[Any, ...]) -> str:
     """A path of `jax.tree_util` as keys joined by "/", without the ".value" that Flax's NNX puts behind parameters."""
     keys = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
-    return "/".join(keys[:-1] if len(keys) > 1 and keys[-1] == "value" else keys)
+    behind = len(keys) > 1 and path[-1] == jax.tree_util.GetAttrKey("value")
+    return "/".join(keys[:-1] if behind else keys)

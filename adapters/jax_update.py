@@ -52,6 +52,11 @@ for kind in (State, Factors, RawSums):  # so that exported programs may be saved
     jax.export.register_namedtuple_serialization(kind, serialized_name=f"cafin_cupy.{kind.__name__}")
 
 
+def counted(count: Any) -> Any:
+    """The count behind one more step; it stays at the largest int32, where an overflow would turn it negative."""
+    return count + (count < jnp.iinfo(jnp.int32).max).astype(jnp.int32)
+
+
 def first_factors(layers: Layers, averaging: Averaging) -> Factors:
     """Ones, as before the first sampled step."""
     ones, skipped = jnp.ones(layers.size, jnp.float32), jnp.zeros(len(layers), jnp.int32)
@@ -127,7 +132,7 @@ def scalars_at(
     `1 - beta^t` is `-expm1(t log beta)`: the difference itself would lose the digits that float32 has to spare for a
     beta near 1."""
     log = math.log(beta) if isinstance(beta, float) and beta else jnp.log(jnp.asarray(beta, jnp.float32))
-    step_size = lr / -jnp.expm1((count + 1).astype(jnp.float32) * log)
+    step_size = lr / -jnp.expm1((count.astype(jnp.float32) + 1.0) * log)
     without = Scalars(step_size, 0.0, 0.0, beta, 1.0 - beta, Lambda)
     if decoupled:
         return without, without._replace(decay=lr * weight_decay)

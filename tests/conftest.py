@@ -14,11 +14,13 @@ sys.path.insert(0, str(Path(__file__).parent))  # for helpers.py
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the GPU's memory
 
 from helpers import CPU, CUDA, Device
+from same_examples import leave_modules_unread
 
 # The same examples on every run: a failure seen once is seen again. Raise HYPOTHESIS_EXAMPLES for a longer search.
 EXAMPLES = int(os.environ.get("HYPOTHESIS_EXAMPLES", "30"))
 hypothesis.settings.register_profile("cafin", max_examples=EXAMPLES, deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("cafin")
+leave_modules_unread()
 
 
 @cache

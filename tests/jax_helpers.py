@@ -17,6 +17,7 @@ from cafin_cupy.adapters.jax import (
     ChannelNorm,
     Conv,
     Dense,
+    Layer,
     LayerNorm,
     Layers,
     State,
@@ -43,6 +44,14 @@ def x64() -> Any:
 def normal(seed: int, *shape: int) -> np.ndarray[Any, Any]:
     """float64, exact in float32; not of mean 0."""
     return np.float32(np.random.default_rng(seed).normal(0.5, 1.0, shape)).astype(float)
+
+
+def one(
+    layer: Callable[..., Layer], weight: tuple[int, ...], bias: tuple[int, ...] | None = None, **options: Any
+) -> Layers:
+    """A model of one layer."""
+    params = {"w": jnp.zeros(weight)} | ({} if bias is None else {"b": jnp.zeros(bias)})
+    return Layers(params, {"layer": layer(weight="w", bias=None if bias is None else "b", **options)})
 
 
 def gradient_sums(layers: Layers, calls: Callable[[dict[str, RawSums]], Any], dtype: Any = jnp.float32) -> Any:

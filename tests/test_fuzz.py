@@ -3,6 +3,7 @@ same calls without it."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
@@ -12,8 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS))
@@ -334,6 +337,28 @@ def test_a_fault_of_each_layer(kind: Any, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(AssertionError, match=r"raw .* must be .* within"):
         for seed in SEEDS:
             play(machine, seed, SEQUENCES, shrink=False)
+
+
+def test_the_same_calls_whatever_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """hypothesis would draw numbers that it reads in the sources of loaded modules."""
+    drawn: list[list[str]] = []
+
+    def draw() -> None:
+        @hypothesis.seed(0)
+        @hypothesis.settings(max_examples=200, database=None)
+        @hypothesis.given(st.integers(), st.floats())
+        def numbers(whole: int, real: float) -> None:
+            drawn[-1].append(f"{whole} {real}")
+
+        drawn.append([])
+        numbers()
+
+    draw()
+    (tmp_path / "full_of_numbers.py").write_text(f"NUMBERS = {[*range(1000, 2000)]}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "full_of_numbers", importlib.import_module("full_of_numbers"))
+    draw()
+    assert drawn[0] == drawn[1] and len(drawn[0]) > 100
 
 
 @pytest.mark.parametrize("name", MACHINES)

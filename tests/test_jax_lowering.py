@@ -136,6 +136,16 @@ def test_types_that_the_kernel_does_not_know_are_refused_by_it_alone() -> None:
     assert free.step(params, params, free.init(params))[0]["w"].dtype == jnp.float16
 
 
+def test_a_stack_that_would_take_the_compiler_minutes_is_left_to_array_code() -> None:
+    params = {"w": jnp.ones((jax_kernels.ITEMS + 1, 2, 2))}
+    layers = Layers(params, {"w": Dense(weight="w", stack=1)})
+    asked = fused_adafisher(0.1, layers=layers, backend="cuda")
+    with refuses(BackendError, "fused_adafisher", "`w`", "stack of at most 1000", "stack of 1001"):
+        asked.step(params, params, asked.init(params))
+    free = fused_adafisher(0.1, layers=layers)
+    assert free.step(params, params, free.init(params))[0]["w"].shape == params["w"].shape
+
+
 @pytest.mark.parametrize(
     ("driver", "written", "kept"),
     [

@@ -80,6 +80,16 @@ STEPS: dict[str, tuple[dict[str, Any], type, tuple[str, ...]]] = {
         CafinValueError,
         ("factors['norm'].S", "(4,)", "(3,)"),
     ),
+    "sums of None": (
+        {"factors": {**SUMS, "norm": SUMS["norm"]._replace(H=None)}},
+        CafinValueError,
+        ("factors['norm'].H", "(4,)", "NoneType"),
+    ),
+    "sums of whole numbers": (
+        {"factors": {**SUMS, "norm": jax.tree.map(lambda x: x.astype(int), SUMS["norm"])}},
+        CafinValueError,
+        ("factors['norm'].H", "floating-point", "int32"),
+    ),
     "state of another kind": ({"state": ()}, CafinTypeError, ("`state`", "be State", "tuple", "init")),
     "grad_scale of text": ({"grad_scale": "big"}, CafinTypeError, ("`grad_scale`", "number", "'big'")),
     "grad_scale of 0": ({"grad_scale": 0.0}, CafinValueError, ("`grad_scale`", "> 0", "0")),
@@ -109,9 +119,65 @@ def test_a_state_of_other_layers(form: str) -> None:
         step(PARAMS, GRADS, of_paper)
 
 
+STATES: dict[str, Any] = {
+    "factors.used in bfloat16": lambda s: s._replace(
+        factors=s.factors._replace(used=s.factors.used.astype("bfloat16"))
+    ),
+    "factors.skipped without axis": lambda s: s._replace(factors=s.factors._replace(skipped=jnp.int32(0))),
+    "factors.used of None": lambda s: s._replace(factors=None),
+    "count of None": lambda s: s._replace(count=None),
+    "count as number": lambda s: s._replace(count=0),
+    "count of several": lambda s: s._replace(count=jnp.zeros(2, jnp.int32)),
+    "count in float32": lambda s: s._replace(count=jnp.zeros(())),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", STATES)
+def test_a_state_of_other_types(case: str, form: str) -> None:
+    """As where a whole state was cast: the kernel would read beside the factors."""
+    init, step = both_forms(layers=LAYERS)[form]
+    with refuses(CafinValueError, f"`state.{case.split()[0]}`", "32 of shape", "as `init` made it"):
+        step(PARAMS, GRADS, STATES[case](init(PARAMS)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_momentum_and_parameters_of_whole_numbers(form: str) -> None:
+    init, step = both_forms(layers=LAYERS)[form]
+    state, whole = init(PARAMS), changed(plain=jnp.zeros(7, int))
+    with refuses(CafinTypeError, "state.momentum['plain']", "floating-point", "int32"):
+        step(PARAMS, GRADS, state._replace(momentum=whole))
+    with refuses(CafinTypeError, "params['plain']", "floating-point", "int32"):
+        step(whole, GRADS, state)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parameters_of_another_model(form: str) -> None:
+    """Its layers would be updated without factors, and nobody would know."""
+    init, step = both_forms(layers=LAYERS)[form]
+
+    def renamed(tree: Any) -> Any:
+        return {"other": tree["dense"], "norm": tree["norm"], "plain": tree["plain"]}
+
+    state = init(PARAMS)
+    with refuses(CafinValueError, "`params`", "'dense'", "other"):
+        step(renamed(PARAMS), renamed(GRADS), state._replace(momentum=renamed(state.momentum)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rate", [jnp.ones(1), None, "fast", -1.0], ids=str)
+def test_schedules_that_return_no_rate(rate: Any, form: str) -> None:
+    init, step = both_forms(layers=LAYERS, lr=lambda count: rate)[form]
+    with refuses(CafinValueError if rate == -1.0 else CafinTypeError, "`lr(count)`"):
+        step(PARAMS, GRADS, init(PARAMS))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_parameters_that_cannot_be(form: str) -> None:
     init, _ = both_forms(layers=LAYERS)[form]
+    for strange in (1.0, "w", object()):
+        with refuses(CafinTypeError, "`plain`", "an array of floating-point", type(strange).__name__):
+            init(changed(plain=strange))
     with refuses(CafinTypeError, "`plain`", "floating-point", "int32"):
         init(changed(plain=jnp.zeros(7, int)))
     with refuses(CafinTypeError, "`plain`", "floating-point", "complex64"):

@@ -187,3 +187,47 @@ def test_donated_buffers_are_taken() -> None:
     compiled = step.lower(params, tree(1), state).compile()
     size = sum(x.nbytes for x in jax.tree.leaves((params, state.momentum)))
     assert compiled.memory_analysis().alias_size_in_bytes >= size
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_updates_have_the_types_of_parameters(dtype: str) -> None:
+    """So that those of optax's transformations which may leave a step out can stand around it."""
+    params = jax.tree.map(lambda x: x.astype(dtype), tree(0))
+    for transform in (
+        optax.apply_if_finite(adafisher(layers=LAYERS, TCov=1), 2),
+        optax.MultiSteps(adafisher(layers=LAYERS, TCov=1), 1),
+        optax.partition({"ours": adafisher(layers=LAYERS, TCov=1)}, "ours"),
+    ):
+        state = transform.init(params)
+        updates, _ = jax.jit(transform.update)(params, state, params, factors=sums(0))
+        for x in jax.tree.leaves(updates):
+            assert x.dtype == dtype and x.all()
+
+
+@pytest.mark.parametrize("form", ["fused", "optax"])
+def test_the_count_stays_at_the_largest(form: str) -> None:
+    """Where it turned negative, steps would be of nothing."""
+    init, step = both_forms(layers=LAYERS)[form]
+    largest = jnp.int32(2**31 - 1)
+    params, state = tree(0), init(tree(0))._replace(count=largest)
+    for _ in range(2):
+        before = params
+        params, state = jax.jit(step)(params, tree(1), state)
+        assert state.count == largest
+        assert not np.allclose(params["rest"], before["rest"], rtol=0, atol=1e-6)
+
+
+def test_multisteps_with_the_sums_of_all_its_micro_batches() -> None:
+    """As one step with the mean gradient."""
+    inner = adafisher(layers=LAYERS, **OPTIONS)
+    several = optax.MultiSteps(inner, 2)
+    params = tree(0)
+    grads = tree(1), tree(2)
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, *grads)
+    want, state = inner.update(mean, inner.init(params), params, factors=sums(0))
+    first, begun = several.update(grads[0], several.init(params), params)
+    assert not any(x.any() for x in jax.tree.leaves(first))
+    got, done = several.update(grads[1], begun, params, factors=sums(0))
+    same_trees(got, want, 1e-6)  # MultiSteps takes a running mean
+    same_trees(done.inner_opt_state.factors, state.factors)
+    assert done.inner_opt_state.count == 1

@@ -20,6 +20,7 @@ import hypothesis
 import pytest
 from hypothesis.internal.conjecture import engine
 from hypothesis.stateful import run_state_machine_as_test
+from same_examples import leave_modules_unread
 
 from .calls import Machine, figures
 from .rounded import compared
@@ -52,7 +53,7 @@ def machines(target: str) -> list[type[Machine]]:
 
 
 def play(machine: type[Machine], seed: Any, sequences: int = SEQUENCES, shrink: bool = True) -> None:
-    """One round, the same for the same seed.
+    """One round, the same for the same seed, whatever is loaded.
 
     Raises:
         Exception: a call has ended in another way than it must; notes tell how to make the sequence again.
@@ -66,6 +67,7 @@ def play(machine: type[Machine], seed: Any, sequences: int = SEQUENCES, shrink: 
         report_multiple_bugs=shrink,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
+    leave_modules_unread()
     hypothesis.seed(random.Random(seed).getrandbits(64))(machine)
     run_state_machine_as_test(machine, settings=settings)
 
