@@ -471,8 +471,8 @@ class AdaFisher(torch.optim.Optimizer):
                 return loss
             grad_scale, loss_scale = scales
         sampled = self.samples
-        if sampled:
-            meet(self)
+        if sampled or not self._factors.agreed:
+            meet(self, sampled)
         hypers = self._checked_hypers()  # before a new plan makes state
         if self.error_if_nonfinite:
             check_options(self, "step")
