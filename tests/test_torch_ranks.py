@@ -19,7 +19,7 @@ from cafin_cupy.adapters.torch_ranks import fingerprint
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_on_all_ranks(ranks: int, tmp_path: Path) -> None:
     """One launch for all checks, each of which has a name of its own in the message."""
-    found = launch(ranks, "rank_checks", tmp_path)
+    found = launch(ranks, tmp_path, "rank_checks", "rank_differences")
     failed = {name: said for name, said in found.items() if said}
     assert len(found) > 10 and not failed, "\n".join(f"{name}, {said}" for name, said in failed.items())
 
@@ -27,7 +27,7 @@ def test_on_all_ranks(ranks: int, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.multi_gpu
 def test_on_two_gpus(tmp_path: Path) -> None:
-    found = launch(2, "rank_checks_gpu", tmp_path)
+    found = launch(2, tmp_path, "rank_checks_gpu")
     assert found and not any(found.values()), "".join(found.values())
 
 
