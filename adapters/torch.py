@@ -7,65 +7,42 @@ hook is attached.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cafin_cupy.arrays import torch_view
-from cafin_cupy.backend import choose_for_all, requested
+from cafin_cupy.backend import requested
 from cafin_cupy.curvature import Curvature, look
-from cafin_cupy.errors import BackendError, CafinTypeError, refuse
-from cafin_cupy.factors import Factors
-from cafin_cupy.interrupts import uninterrupted
-from cafin_cupy.layers import Layer
-from cafin_cupy.optimizer import make_factors, owners
+from cafin_cupy.errors import BackendError, refuse
 from cafin_cupy.precision import Precision, checked_seed
-from cafin_cupy.rule import DEFAULT_GAMMA, Averaging, Hyper, flag, whole
+from cafin_cupy.rule import DEFAULT_GAMMA, Averaging, Hyper, flag
 from cafin_cupy.summary import Summary, summarise
-from cafin_cupy.update import ReferenceUpdate
 
-try:
-    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-except ImportError:  # internal to torch, so they may go: then every step looks for hooks, as torch does
-    _global_optimizer_pre_hooks = _global_optimizer_post_hooks = {0: None}  # type: ignore[assignment,dict-item]
-
-from .torch_attention import attach_to_attention
 from .torch_capture import RUN_FIRST, CapturedIteration, check_capture
-from .torch_checks import check_finite, check_model, check_momenta
-from .torch_groups import Group, check_arguments, groups_of
+from .torch_checks import check_callable, check_finite, check_model, check_momenta
+from .torch_groups import Group, check_arguments, check_groups, groups_of
+from .torch_inference import leaves_inference_mode
+from .torch_internals import global_post_hooks, global_pre_hooks, profiling
 from .torch_joining import join
 from .torch_kinds import register_layer, unregister_layer
-from .torch_layers import attach, find_layers
 from .torch_parts import parts, rates
 from .torch_plan import Plan
-from .torch_ranks import (
-    attach_to_root,
-    check_dist,
-    check_divide_factor,
-    check_every_of,
-    compare_from_now_on,
-    meet,
-    over_ranks,
-)
-from .torch_scalars import checked_hyper, forget_scale, unscaling, verdict_of_device
-from .torch_shards import check_options, local, refuse_sharded
+from .torch_ranks import check_dist, check_divide_factor, check_every_of, compare_from_now_on, meet
+from .torch_sampling import Sampling
+from .torch_scalars import check_scaler, checked_hyper, checked_hypers, forget_scale, unscaling, verdict_of_device
+from .torch_shards import check_options, refuse_sharded
 from .torch_state import copied, go_on_from, take_momentum, take_over, with_factors
 from .torch_warnings import warn_unseen, warn_without_factors
 from .torch_wrappers import itself
 
 __all__ = ["AdaFisher", "AdaFisherW", "register_layer", "unregister_layer"]
 
-_profiling = getattr(torch.autograd, "_profiler_enabled", lambda: True)
-_backward_number = getattr(torch._C, "_current_graph_task_id", None)
-_READ_BY_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
 _SERVED = object()  # marks a `step` that serves hooks and profiler itself
 
 
-class AdaFisher(torch.optim.Optimizer):
+class AdaFisher(Sampling):
     """AdaFisher for a model: `g <- g + wd p;  m <- beta m + (1 - beta) g;  p <- p - lr / (1 - beta^t) m / F`.
 
     Layers with factors: Linear, Embedding, convolutions, transposed ones too, the norm layers (batch, group, instance,
@@ -162,7 +139,7 @@ class AdaFisher(torch.optim.Optimizer):
     ) -> None:
         where = type(self).__name__
         check_model(where, model)
-        check_arguments(where, differentiable, others)
+        check_arguments(where, {"foreach": foreach, "fused": fused, "differentiable": differentiable}, others)
         self._precision = Precision.checked(where, momentum_dtype, master_weights, stochastic_rounding, seed)
         self._seed = checked_seed(where, "seed", seed)
         check_momenta(where, model, self._precision)
@@ -170,8 +147,7 @@ class AdaFisher(torch.optim.Optimizer):
         error_if_nonfinite = flag(where, "error_if_nonfinite", error_if_nonfinite)
         if capturable and error_if_nonfinite:
             refuse(where, "error_if_nonfinite", "be False with capturable=True", True, "a graph cannot wait for it")
-        if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
-            refuse(where, "grad_scaler", "be a GradScaler", type(grad_scaler).__name__, kind=CafinTypeError)
+        check_scaler(where, grad_scaler)
         requested(backend, where)
         self._dist = check_dist(where, dist, model)
         self._divide_factor = check_divide_factor(where, gradient_divide_factor)
@@ -200,94 +176,7 @@ class AdaFisher(torch.optim.Optimizer):
         warn_without_factors(where, unowned)
         self._attach()
 
-    # Set-up
-
-    def _reset(self) -> None:
-        """Forget all that is derived from parameters, state and device."""
-        self._kept_factors: Factors | None = None
-        self._plan: Plan | None = None
-        self._taps: list[Any] = []
-        self._gates: list[Any] = []  # those of them that open and close
-        self._compiled = False  # layers of the model have been traced by torch.compile
-        weakref.finalize(self, _detach, self._taps)
-        self._captured: list[Plan] = []  # what CUDA graphs read
-        self._warned = False
-        self._flushed_after = -1  # number of the backward pass at whose end the factors' arrays are read
-        self._seen: set[int] = set()  # layers that have ever been seen
-        self._hypers: dict[Any, Hyper] = {}  # scalars that have been checked
-        self._reference = ReferenceUpdate()
-        self._skips: Tensor | None = None  # (1,) int64, on the device: steps that a scaler's verdict has prevented
-        self._known_skips = 0
-        self._unsure = False  # there may be more
-
-    def _find_layers(self) -> None:
-        self._layers, self._modules, self._kinds = find_layers(self.model)
-        self._owners = owners(self._layers)
-
-    @property
-    def _factors(self) -> Factors:
-        """The factors, made when first needed, on the device where the model is by then."""
-        kept = self._kept_factors
-        if kept is None:
-            kept = over_ranks(self, make_factors(self._layers, self.averaging, self.backend, self._devices()))
-            itself(self)._kept_factors = kept
-        return kept
-
-    def _trained(self) -> list[Tensor]:
-        """The parameters that decide on device and backend: those that train, or have."""
-        every = [p for group in self.param_groups for p in group["params"]]
-        return [p for p in every if p.requires_grad or p in self.state] or every
-
-    def _devices(self) -> set[int | str]:
-        return {torch_view(local(p), "step", "model").device for p in self._trained()}
-
-    @property
-    def backend(self) -> str:
-        """ "cuda" or "reference": what runs for the model; before its first use, what would run where it is now."""
-        if self._kept_factors is not None:  # settled: a step that fails later fails, and goes on nowhere else
-            return "cuda" if self._kept_factors.kernels else "reference"
-        dtypes = {str(p.dtype).removeprefix("torch.") for p in self._trained()}
-        return choose_for_all(self._requested, self._devices(), dtypes, type(self).__name__)
-
-    @property
-    def steps(self) -> int:
-        """Completed steps. Under a `GradScaler` the device alone knows what it has made of steps that were not sampled:
-        asking then waits for it."""
-        if self._unsure and self._skips is not None:
-            optimizer = itself(self)
-            with uninterrupted():
-                skips = int(self._skips)
-                optimizer._steps -= skips - self._known_skips
-                optimizer._known_skips, optimizer._unsure = skips, False
-        return self._steps
-
-    @steps.setter
-    def steps(self, value: int) -> None:
-        _ = self.steps  # what is still open belongs to the old number
-        itself(self)._steps = value
-
-    @property
-    def TCov(self) -> int:
-        """Every how many steps the factors are refreshed."""
-        return self._TCov
-
-    @TCov.setter
-    def TCov(self, value: int) -> None:
-        self = itself(self)
-        self._TCov = whole(type(self).__name__, "TCov", value, 1)
-        if hasattr(self, "_taps"):
-            _ = self.steps
-            self._attach()  # the coming step may have become a sampled one, or ceased to be
-            if self._kept_factors is not None and not self.samples:
-                self._kept_factors.discard()
-
-    @property
-    def samples(self) -> bool:
-        """True if the next step refreshes the factors."""
-        if self._steps % self._TCov:  # never less than `steps`, which are looked at where this is a multiple
-            return False
-        return self._kept_factors is None or not self._kept_factors.refreshed
-
+    @leaves_inference_mode
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Let more parameters train, with scalars of their own; "params" as in the argument `param_groups`.
 
@@ -304,81 +193,6 @@ class AdaFisher(torch.optim.Optimizer):
             optimizer = itself(self)
             join(optimizer, param_group, super(AdaFisher, optimizer).add_param_group)
             optimizer._plan = None
-
-    # Factors
-
-    def _attach(self, waiting: bool = False) -> None:
-        """Hooks live on sampled steps only; in a compiled model they stay, closed. So they do `waiting` for a model's
-        first call after the optimizer was made or loaded, as that may be the one that is compiled."""
-        sampled = self.samples
-        wanted = sampled or self._compiled or waiting
-        stale = bool(self._gates) and self._gates[0].open is not sampled
-        if wanted == bool(self._taps) and not stale:
-            return
-        with uninterrupted():  # a hook without its handle would stay, and count its layer twice
-            if not wanted:
-                self._detach()
-            elif not self._taps:
-                for handle in chain(attach(self), attach_to_attention(self), attach_to_root(self)):
-                    self._taps.append(handle)
-            for tap in self._gates:
-                tap.open = sampled
-
-    def _detach(self) -> None:
-        _detach(self._taps)
-        self._gates.clear()
-
-    def prepare(self) -> None:
-        """Make the factors and compile the kernels now, rather than in autograd's thread."""
-        if self._kept_factors is None:
-            self._factors  # noqa: B018
-
-    def _receive(self, index: int, h: Tensor, s: Tensor, layer: Layer | None, at_once: bool = False) -> None:
-        """From backward: a layer's input and output gradient, to be read `at_once` if their memory is used again."""
-        if not self.samples:  # a late backward through a graph of an earlier, sampled step
-            return
-        capturing = h.is_cuda and torch.cuda.is_current_stream_capturing()
-        if capturing and not self.capturable:
-            raise BackendError(
-                "backward: a CUDA graph must not capture a sampled step, whose sums the host counts; capture an "
-                f"unsampled one, or use {type(self).__name__}(model, ..., capturable=True)"
-            )
-        self._seen.add(index)
-        factors = self._factors
-        if capturing:
-            factors.hold()
-        if factors.kernels:
-            h, s = h.resolve_neg(), s.resolve_neg()
-            h = h if h.dtype in _READ_BY_KERNELS or not h.is_floating_point() else h.float()
-            s = s if s.dtype in _READ_BY_KERNELS else s.float()
-        if not at_once and self._defers():
-            factors.defer(index, h, s, layer)
-        else:
-            factors.accumulate(index, h, s, layer)
-
-    def _defers(self) -> bool:
-        """Arrange that what waits is read before `backward` returns, and a script may overwrite its input; False where
-        that is not possible. Autograd changes no gradient in place that someone holds."""
-        number = _backward_number() if _backward_number is not None else -1
-        if number < 0:  # outside of a backward pass
-            return False
-        if number != self._flushed_after:
-            torch.autograd.Variable._execution_engine.queue_callback(self._factors.flush)
-            self._flushed_after = number
-        return True
-
-    def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """{module name: (H, S)}: the moving averages themselves, on the model's device, not copies."""
-        factors = self._factors
-        return {name: (factors.H[index], factors.S[index]) for name, _, index, _ in self._modules}
-
-    def skipped_refreshes(self) -> dict[str, int]:
-        """{module name: how many refreshes of its factors a NaN in its raw moments has prevented}.
-
-        Counted on the device; reading it waits. Copies go on from it, while `load_state_dict` starts again from 0.
-        """
-        counts = self._factors.skips()
-        return {name: counts[index] for name, _, index, _ in self._modules}
 
     def summary(self) -> Summary:
         """Each parameter with its layer, factors and bytes of state: a table to print, and rows of data."""
@@ -399,7 +213,11 @@ class AdaFisher(torch.optim.Optimizer):
         if torch.compiler.is_compiling():
             _outside(type(self).zero_grad, self, set_to_none)
             return
-        super().zero_grad(set_to_none)
+        try:
+            super().zero_grad(set_to_none)
+        except (AttributeError, KeyError, TypeError):
+            check_groups("zero_grad", self.param_groups)
+            raise
         if self._kept_factors is not None:
             self._kept_factors.discard()
 
@@ -438,9 +256,9 @@ class AdaFisher(torch.optim.Optimizer):
             if closure is None and not (
                 self._optimizer_step_pre_hooks
                 or self._optimizer_step_post_hooks
-                or _global_optimizer_pre_hooks
-                or _global_optimizer_post_hooks
-                or _profiling()
+                or global_pre_hooks
+                or global_post_hooks
+                or profiling()
             ):
                 return self._step()
             return self._watched_step(closure)
@@ -453,6 +271,7 @@ class AdaFisher(torch.optim.Optimizer):
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
+            check_callable("step", "closure", closure)
             with torch.enable_grad():
                 loss = closure()
         capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -473,7 +292,7 @@ class AdaFisher(torch.optim.Optimizer):
         sampled = self.samples
         if sampled or not self._factors.agreed:
             meet(self, sampled)
-        hypers = self._checked_hypers()  # before a new plan makes state
+        hypers = checked_hypers(self, "step")  # before a new plan makes state
         if self.error_if_nonfinite:
             check_options(self, "step")
             check_finite(self, loss_scale)
@@ -489,22 +308,6 @@ class AdaFisher(torch.optim.Optimizer):
         refresh = self._refresh(hypers, loss_scale) if sampled else None
         plan.update(self, hypers, grads, grad_scale, refresh, capturing, verdict)
         return loss
-
-    def _checked_hypers(self) -> list[Hyper]:
-        return [checked_hyper(self, "step", group) for group in self.param_groups]
-
-    def _make_sure(self) -> None:
-        """Before a step that seems to be a sampled one: steps that did not happen put that off."""
-        _ = self.steps
-        if not self.samples:
-            self._factors.discard()
-
-    def _count_steps(self, steps: int, waiting: bool = False) -> None:
-        self._steps = steps
-        if self._kept_factors is not None:
-            self._kept_factors.refreshed = False
-        if self._taps or waiting or not steps % self._TCov:
-            self._attach(waiting)
 
     def capture(self, iteration: Callable[[], Any]) -> CapturedIteration:
         """A function that trains as `iteration` does, replayed from CUDA graphs; needs `capturable=True`.
@@ -549,6 +352,7 @@ class AdaFisher(torch.optim.Optimizer):
         The tensors are the optimizer's own, not copies. Between backward and step it is the state after the last step:
         what the backward pass has added is in it no more than gradients are, and a resumed run repeats the iteration.
         """
+        check_groups("state_dict", self.param_groups)
         # The first of the hooks, so that the others see all of it.
         handle = self.register_state_dict_post_hook(with_factors, prepend=True)  # type: ignore[arg-type]
         try:
@@ -556,6 +360,7 @@ class AdaFisher(torch.optim.Optimizer):
         finally:
             handle.remove()
 
+    @leaves_inference_mode
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Take over a `state_dict` of this class or of the public implementation. The caller's dict is not changed;
         `skipped_refreshes` starts at 0, as the format has no room for it.
@@ -575,6 +380,7 @@ class AdaFisher(torch.optim.Optimizer):
         take_over(optimizer, state_dict, super(AdaFisher, optimizer).load_state_dict)
         optimizer._reference.over()
 
+    @leaves_inference_mode
     def load_momentum(self, state_dict: Mapping[str, Any]) -> None:
         """Start from the momentum of another optimizer: `exp_avg` and `step` of a state dict of Adam, AdamW or the
         like, for the parameters that it knows. Nothing else is taken over, and factors start as ever.
@@ -614,9 +420,3 @@ class AdaFisherW(AdaFisher):
 def _outside(call: Callable[..., Any], *args: Any) -> Any:
     """Within a function that is compiled: a step is no part of its graphs."""
     return call(*args)
-
-
-def _detach(taps: list[Any]) -> None:
-    for handle in taps:
-        handle.remove()
-    taps.clear()

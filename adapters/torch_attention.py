@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from cafin_cupy.layers import SummedLinear
 
 from . import torch_compiled
-from .torch_layers import Tap, counts, transforming
+from .torch_internals import transforming
+from .torch_layers import Tap, counts
 
 PARTS = 3  # of in_proj: query, key, value
 # Where the module has its matrices; the attention function calls them so with "_" for ".".
@@ -161,19 +162,19 @@ class _Traced(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func is F.multi_head_attention_forward:
-                return _attend(torch_compiled.ORDER, cls.key, *args, **(kwargs or {}))
+                return _attend(cls.key, *args, **(kwargs or {}))
             result = func(*args, **(kwargs or {}))
             return result.as_subclass(cls) if func is Tensor.transpose else result
 
 
 @torch.compiler.allow_in_graph
-def _attend(order: Tensor, key: str, *args: Any, **kwargs: Any) -> Any:
+def _attend(key: str, *args: Any, **kwargs: Any) -> Any:
     """The attention function in a graph: for all optimizers whose hooks are open, as the graph's guards say."""
     module: Any = torch_compiled.hook_of(key)._module()
     given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
     matrices = {id(attrgetter(name)(module)): given.get(name.replace(".", "_")) for name in MATRICES}
     watches = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Watch) and hook.open]
-    calls = [_TracedCall(order, [(tap, matrices[id(tap.layer.weight)]) for tap in watch.taps]) for watch in watches]
+    calls = [_TracedCall([(tap, matrices[id(tap.layer.weight)]) for tap in watch.taps]) for watch in watches]
     before, _current.calls = _current.calls, calls
     try:
         return _attention()(*args, **kwargs)
@@ -223,18 +224,14 @@ class _Call(_Matrices):
 class _TracedCall(_Matrices):
     """One that a compiler runs to see what is in it, or that is an operation of a graph."""
 
-    def __init__(self, order: Tensor, taps: Sequence[tuple[Tap, Any]]) -> None:
-        super().__init__(taps)
-        self.order = order
-
     def watch(self, tap: Tap, h: Tensor, out: Tensor, part: _Part | None) -> None:
         if not tap.trains or not out.requires_grad:
             return
-        order, key, kept = self.order, tap.key, h.detach().clone()
         if part is None:
-            out.register_hook(lambda s: torch_compiled.receive(order, kept, s, key))
-        else:
-            out.register_hook(lambda s: _receive_part(order, kept, s, key, part.first, part.rows))
+            torch_compiled.watch(h, out, tap.key)
+            return
+        key, kept, call = tap.key, h.detach().clone(), next(torch_compiled.numbers)
+        out.register_hook(lambda s: _receive_part(kept, s, key, part.first, part.rows, call))
 
 
 def _linear(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -267,8 +264,8 @@ class _Part(NamedTuple):
         optimizer._receive(self.tap.index, _squares(h)[None] * (scale * thirds), S[None], part)
 
 
-@torch.library.custom_op("cafin_cupy::receive_part", mutates_args=("order",))
-def _receive_part(order: Tensor, h: Tensor, s: Tensor, key: str, first: int, rows: int) -> None:
+@torch.library.custom_op("cafin_cupy::receive_part", **torch_compiled.OPTIONS)
+def _receive_part(h: Tensor, s: Tensor, key: str, first: int, rows: int, call: int) -> None:
     """From a compiled backward pass, as `torch_compiled.receive`: for a `_Part`."""
     found = torch_compiled.receiver(key)
     if found is not None:
@@ -277,8 +274,11 @@ def _receive_part(order: Tensor, h: Tensor, s: Tensor, key: str, first: int, row
 
 
 @_receive_part.register_fake
-def _(order: Tensor, h: Tensor, s: Tensor, key: str, first: int, rows: int) -> None:
+def _(h: Tensor, s: Tensor, key: str, first: int, rows: int, call: int) -> None:
     return None
+
+
+torch.fx.has_side_effect(torch.ops.cafin_cupy.receive_part.default)
 
 
 def _squares(x: Tensor) -> Tensor:

@@ -9,6 +9,9 @@ import torch
 
 from cafin_cupy.errors import BackendError
 
+from .torch_checks import check_callable
+from .torch_scalars import checked_hypers
+
 if TYPE_CHECKING:
     from .torch import AdaFisher
     from .torch_plan import Plan
@@ -29,6 +32,7 @@ class CapturedIteration:
     """
 
     def __init__(self, optimizer: AdaFisher, iteration: Callable[[], Any]) -> None:
+        check_callable("capture", "iteration", iteration)
         if not optimizer.capturable or optimizer.backend != "cuda":
             rule = "the optimizer must be capturable and run on the CUDA backend"
             got = f"capturable={optimizer.capturable}, backend {optimizer.backend!r}"
@@ -57,7 +61,7 @@ class CapturedIteration:
         if sampled in self._graphs:
             graph, result = self._graphs[sampled]
             assert plan is not None
-            plan.refresh(optimizer._checked_hypers())
+            plan.refresh(checked_hypers(optimizer, "step"))
             graph.replay()
             optimizer._count_steps(optimizer.steps + 1)
             return result
@@ -80,7 +84,7 @@ class CapturedIteration:
         self._plan = plan = optimizer._plan
         if plan is None or plan.schedule is None:
             raise BackendError("capture: `iteration` must call step(), on the CUDA backend")
-        plan.refresh(optimizer._checked_hypers())
+        plan.refresh(checked_hypers(optimizer, "step"))
         plan.reserve()
         before, stream = optimizer.steps, torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from cafin_cupy.arrays import refuse_without_memory, wraps_others
+from cafin_cupy.arrays import View, place, refuse_without_memory, view, wraps_others
+from cafin_cupy.backend import DTYPES
 from cafin_cupy.errors import CafinTypeError, refuse
 from cafin_cupy.nonfinite import raw_moments, refuse_nonfinite
 from cafin_cupy.precision import Precision, dtype_name
+from cafin_cupy.rule import flag
 
 from .torch_shards import check_shards, is_sharded, local
 
@@ -43,9 +45,32 @@ def check_momenta(where: str, model: nn.Module, precision: Precision) -> None:
             precision.momentum_of(where, name, dtype_name(p.dtype))
 
 
+def check_place(name: str, v: View, pair: tuple[Any, Any] | None, kernels: bool) -> None:
+    """Refuse a parameter that has moved away from its factors, has another size, or is not for the kernels any more."""
+    if pair is not None:
+        home = view(pair[0]).device
+        if home != v.device:
+            rule, got = f"stay on {place(home)} where its factors are", f"a parameter on {place(v.device)}"
+            refuse("step", name, rule, got, "move the model before the first step")
+        if pair[0].numel() * pair[1].numel() != v.size:
+            rule = f"have {pair[1].numel()} x {pair[0].numel()} elements, as its layer had"
+            refuse("step", name, rule, v.shape, "make a new optimizer")
+    if kernels and v.device == "cpu":
+        refuse("step", name, "stay on a GPU as at the first step", "cpu", "make a new optimizer")
+    if kernels and v.dtype not in DTYPES:
+        refuse("step", name, f"stay of {', '.join(DTYPES)}, as at the first step", v.dtype, "make a new optimizer")
+
+
+def check_callable(where: str, name: str, value: Any) -> None:
+    """Refuse what cannot be called."""
+    if not callable(value):
+        refuse(where, name, "be a function", type(value).__name__, kind=CafinTypeError)
+
+
 def check_finite(optimizer: AdaFisher, loss_scale: float) -> None:
     """For `error_if_nonfinite`: refuse a step whose gradients, or on a sampled step raw moments, hold an inf or a NaN.
     Waits for the device."""
+    flag("step", "error_if_nonfinite", optimizer.error_if_nonfinite)
     names = {id(p): name for name, p in optimizer.model.named_parameters()}
     every = (p for group in optimizer.param_groups for p in group["params"])
     named: list[tuple[str, Any]] = [

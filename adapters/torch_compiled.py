@@ -15,6 +15,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from .torch_internals import calling_frame, exporting, transforming
+
 if TYPE_CHECKING:
     from .torch_attention import Watch
     from .torch_layers import Tap
@@ -22,18 +24,18 @@ if TYPE_CHECKING:
 # True if PyTorch takes a hook on a tensor into a graph, as 2.13 does. Older ones break the graph at each layer, and the
 # hook runs there as it does without a compiler.
 FOLLOWS = find_spec("torch._higher_order_ops.register_hook") is not None
-_numbers = count()
+# Of an operation that hands over what a backward pass has computed. It changes no argument, though compilers must not
+# drop it (`has_side_effect`): one that all layers shared would be an input of each part of the graph that is computed
+# again (checkpointing), and must not change before that. Nor may a CUDA graph replay it, which would not call the host;
+# older versions neither know that tag nor have the graphs.
+OPTIONS: dict[str, Any] = {"mutates_args": (), **({"tags": (torch.Tag.cudagraph_unsafe,)} if FOLLOWS else {})}
+numbers = count()
 _hooks: WeakValueDictionary[str, Any] = WeakValueDictionary()
-# The operations are said to change it, so that no compiler drops one or moves it past another.
-ORDER = torch.zeros(1)
-
-_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
-_transforming = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
 def key_of(tap: Tap | Watch) -> str:
     """What graphs call this hook by: they hold no objects. A number might count as one that varies."""
-    key = f"tap {next(_numbers)}"
+    key = f"tap {next(numbers)}"
     _hooks[key] = tap
     return key
 
@@ -42,7 +44,7 @@ def hook_of(key: str) -> Any:
     return _hooks[key]
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[attr-defined,misc,untyped-decorator]
+@torch.compiler.assume_constant_result
 def _enters(key: str) -> bool:
     """Runs when Dynamo traces a layer: True if its gradients are wanted. From then on the optimizer's hooks stay."""
     tap = _hooks[key]
@@ -50,12 +52,19 @@ def _enters(key: str) -> bool:
     if optimizer is None:
         return False
     optimizer._compiled = True
-    return tap.trains and not _transforming()
+    return tap.trains and not transforming()
+
+
+@torch.compiler.assume_constant_result
+def _is_alone() -> bool:
+    """Runs when Dynamo traces a layer: True if the hook is all that the graph will hold, as Dynamo does not follow what
+    calls it (a Sequential that is compiled in place, or within what breaks graphs)."""
+    return calling_frame() == "__call__"
 
 
 def wanted(tap: Tap | Watch) -> bool:
     """What Dynamo traces of a hook first: True if the graph will hold more of it."""
-    if _exporting():
+    if exporting():
         return False
     key = tap.key + ""  # Dynamo takes it for a constant once something has been done with it
     return _enters(key) and tap.open and torch.is_grad_enabled()
@@ -68,9 +77,28 @@ def trace(tap: Tap, module: Any, args: Any, kwargs: Any, output: Any) -> None:
     h, out = tap.kind.take(module, args, kwargs, output)
     if not isinstance(h, Tensor) or not isinstance(out, Tensor) or not out.requires_grad:
         return
+    if _is_alone():
+        kept, key, call = h.detach().clone(), tap.key + "", 0
+        out.register_hook(
+            lambda s: receive(kept, s, key, call)
+        )  # a hook on an input of the graph: Dynamo leaves it alone
+    else:
+        watch(h, out, tap.key + "")
+
+
+@torch.compiler.allow_in_graph
+def watch(h: Tensor, out: Tensor, key: str) -> None:
+    """Call `receive` with `h` and the gradient of `out` once that is known.
+
+    One node of Dynamo's graph, behind which the compiler looks, not Dynamo: where Dynamo takes `register_hook` apart by
+    itself (2.13), it forgets what the forward then does to objects that it has changed before.
+    """
     kept = h.detach().clone()  # the compiler keeps `h` itself where nothing overwrites it
-    order, key = ORDER, tap.key + ""
-    out.register_hook(lambda s: receive(order, kept, s, key))
+    call = next(numbers)
+    out.register_hook(lambda s: receive(kept, s, key, call))
+
+
+torch.fx.has_side_effect(watch)  # or graphs that are split, as for DistributedDataParallel, would lose it
 
 
 def receiver(key: str) -> tuple[Any, Any, Any] | None:
@@ -85,9 +113,12 @@ def receiver(key: str) -> tuple[Any, Any, Any] | None:
     return tap, optimizer, module
 
 
-@torch.library.custom_op("cafin_cupy::receive", mutates_args=("order",))
-def receive(order: Tensor, h: Tensor, s: Tensor, key: str) -> None:
-    """From a compiled backward pass: a layer's input and output gradient, read at once, as their memory is reused."""
+@torch.library.custom_op("cafin_cupy::receive", **OPTIONS)
+def receive(h: Tensor, s: Tensor, key: str, call: int) -> None:
+    """From a compiled backward pass: a layer's input and output gradient, read at once, as their memory is reused.
+
+    `call` has a meaning for compilers alone, which would make one operation of two that are given the same.
+    """
     found = receiver(key)
     if found is not None:
         tap, optimizer, module = found
@@ -95,5 +126,8 @@ def receive(order: Tensor, h: Tensor, s: Tensor, key: str) -> None:
 
 
 @receive.register_fake
-def _(order: Tensor, h: Tensor, s: Tensor, key: str) -> None:
+def _(h: Tensor, s: Tensor, key: str, call: int) -> None:
     return None
+
+
+torch.fx.has_side_effect(torch.ops.cafin_cupy.receive.default)

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cafin_cupy.errors import CafinTypeError, refuse
+from cafin_cupy.errors import CafinTypeError, refuse, shown
+from cafin_cupy.rule import flag
 
 # Arguments of other optimizers that mean something else here, and what to do about each.
 ELSEWHERE = {
@@ -55,13 +56,50 @@ class Group(dict[str, Any]):
             self[key] = value
 
 
-def check_arguments(where: str, differentiable: bool, others: Mapping[str, Any]) -> None:
-    """Refuse what other optimizers take and this one would have to ignore."""
-    if differentiable:
-        refuse(where, "differentiable", "be False", differentiable, "steps are made in place, and not differentiated")
+SCALARS = ("lr", "beta", "Lambda", "weight_decay")  # of a group
+SWITCHES = ("foreach", "fused", "differentiable")
+# Options of the optimizer that a group cannot have on its own.
+OF_ALL = (
+    *("TCov", "gamma", "averaging", "dist", "backend", "capturable", "grad_scaler", "error_if_nonfinite"),
+    *("momentum_dtype", "master_weights", "stochastic_rounding", "seed", "check_every", "gradient_divide_factor"),
+)
+
+
+def check_arguments(where: str, switches: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+    """Refuse what other optimizers take and this one would have to ignore.
+
+    `switches` are `foreach`, `fused` and `differentiable`.
+    """
+    for name, value in switches.items():
+        check_switch(where, name, value)
     for name, value in others.items():
         rule, mend = "not be given, as there is no such argument", ELSEWHERE.get(name, "leave it out")
-        refuse(where, name, rule, repr(value), mend, CafinTypeError)
+        refuse(where, name, rule, shown(value), mend, CafinTypeError)
+
+
+def check_switch(where: str, name: str, value: Any) -> None:
+    """Refuse a switch that is neither on nor off, and the one that cannot be on."""
+    if value is not None and flag(where, name, value) and "differentiable" in name:
+        refuse(where, name, "be False", value, "steps are made in place, and not differentiated")
+
+
+def check_groups(where: str, groups: Any) -> None:
+    """Refuse `optimizer.param_groups` that a script has made unusable."""
+    if not isinstance(groups, (list, tuple)):
+        rule, got = "stay a list of groups", type(groups).__name__
+        refuse(where, "param_groups", rule, got, "change its groups, not the list", CafinTypeError)
+    for number, group in enumerate(groups):
+        path = f"param_groups[{number}]"
+        if not isinstance(group, Mapping):
+            refuse(where, path, "be a dict", type(group).__name__, "use add_param_group", CafinTypeError)
+        for key in ("params", *SCALARS, "maximize"):
+            if key not in group:
+                mend = "use add_param_group, which takes what is missing from the optimizer's arguments"
+                refuse(where, path, f"have the key {key!r}", sorted(map(str, group)), mend)
+        params = group["params"]
+        if not isinstance(params, (list, tuple)) or not all(isinstance(p, Tensor) for p in params):
+            got, mend = shown(params), "names and patterns are for add_param_group"
+            refuse(where, f"{path}['params']", "be a list of tensors", got, mend, CafinTypeError)
 
 
 def own_group(where: str, name: str, group: Any, model: nn.Module) -> Group:
@@ -74,8 +112,13 @@ def own_group(where: str, name: str, group: Any, model: nn.Module) -> Group:
         refuse(where, name, "be a dict", type(group).__name__, kind=CafinTypeError)
     if "params" not in group:
         refuse(where, name, "have the key 'params'", sorted(map(str, group)))
-    if "betas" in group:  # of AdamW's groups: it would be kept there, and have no effect
-        refuse(where, f"{name}['betas']", "not be given", repr(group["betas"]), ELSEWHERE["betas"], CafinTypeError)
+    for key, value in group.items():  # what would be kept there, and have no effect
+        mend = ELSEWHERE.get(key, "it is one for all groups: pass it to the optimizer" if key in OF_ALL else "")
+        mend = "leave it out; the model knows the names" if key == "param_names" else mend
+        if mend and key != "momentum":
+            refuse(where, f"{name}[{key!r}]", "not be given", shown(value), mend, CafinTypeError)
+        if key in SWITCHES:
+            check_switch(where, f"{name}[{key!r}]", value)
     path, params = f"{name}['params']", group["params"]
     if isinstance(params, (set, frozenset)):
         refuse(where, path, "have an order", "a set", "pass a list", CafinTypeError)
@@ -103,8 +146,8 @@ def named(where: str, path: str, pattern: str, model: nn.Module) -> list[Tensor]
     found = found or [p for name, p in every if fnmatchcase(name, pattern)]
     if not found:
         names = [name for name, _ in every]
-        shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-        refuse(where, path, "name parameters of the model", repr(pattern), f"they are called {shown}")
+        some = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+        refuse(where, path, "name parameters of the model", shown(pattern), f"they are called {some}")
     return found
 
 
@@ -113,7 +156,7 @@ def groups_of(where: str, model: nn.Module, groups: Sequence[Any] | None) -> lis
     names = {id(p): name for name, p in model.named_parameters()}
     if groups is None:
         return [Group(params=list(model.parameters()))]
-    if isinstance(groups, (Mapping, str)) or not isinstance(groups, Iterable):
+    if isinstance(groups, (Mapping, str, Tensor)) or not isinstance(groups, Iterable):
         refuse(where, "param_groups", "be a list of dicts", type(groups).__name__, kind=CafinTypeError)
     made = [own_group(where, f"param_groups[{number}]", group, model) for number, group in enumerate(groups)]
     places: dict[int, int] = {}

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from cafin_cupy.arrays import torch_view
 from cafin_cupy.errors import refuse
-from cafin_cupy.factors import Factors
+from cafin_cupy.factors import Factors, make_factors, owners
 from cafin_cupy.layers import Layer
-from cafin_cupy.optimizer import make_factors, owners
 
 from .torch_groups import Group, own_group
 from .torch_layers import find_joined

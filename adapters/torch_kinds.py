@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cafin_cupy import layers
-from cafin_cupy.errors import CafinTypeError, refuse
+from cafin_cupy.errors import CafinTypeError, refuse, shown
 from cafin_cupy.layers import Layer
 
 
@@ -130,7 +130,7 @@ def unregister_layer(module_type: type[nn.Module]) -> None:
 
 def _check_type(where: str, module_type: Any) -> None:
     if not isinstance(module_type, type) or not issubclass(module_type, nn.Module):
-        refuse(where, "module_type", "be a subclass of torch.nn.Module", repr(module_type), kind=CafinTypeError)
+        refuse(where, "module_type", "be a subclass of torch.nn.Module", shown(module_type), kind=CafinTypeError)
 
 
 def _parameters(module: Any, name: str) -> tuple[Any, Any]:

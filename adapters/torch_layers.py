@@ -14,6 +14,7 @@ from cafin_cupy.errors import CafinValueError, refuse
 from cafin_cupy.layers import Layer
 
 from . import torch_compiled
+from .torch_internals import graph_is_kept, is_batched, top_saved_tensors_hooks, transforming
 from .torch_kinds import Kind, kind_of
 
 
@@ -179,9 +180,9 @@ class _Catch:
             return
         if s is None:  # from a function that says so of a gradient of zeros, as DistributedDataParallel's
             return
-        if not _graph_is_kept():
+        if not graph_is_kept():
             self._kept = None  # free the input now: the script may hold on to the loss
-        if transforming() or _is_batched(s):  # many gradients at once, as for a Jacobian: none of them is the loss's
+        if transforming() or is_batched(s):  # many gradients at once, as for a Jacobian: none of them is the loss's
             return
         h = kept if isinstance(kept, Tensor) else kept[0].grad_fn.saved_tensors[0]
         self._tap.receive(optimizer, module, h, s.detach())
@@ -206,13 +207,6 @@ _ANCHOR = torch.empty(0, device="cpu", requires_grad=True)  # gives the saved te
 def keep(h: Tensor) -> Any:
     """Hold a tensor until backward. Under hooks for saved tensors (checkpointing, offloading) it is handed to them, and
     comes back as the saved tensor of what is returned; otherwise it is simply held."""
-    if _top_hooks(False) is None:
+    if top_saved_tensors_hooks(False) is None:
         return h
     return (_Keep.apply(h, _ANCHOR),)  # the saved tensor lives as long as this one
-
-
-transforming = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-_is_batched = getattr(getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda s: False)
-# True if the running backward retains its graph, so that another may follow.
-_graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore: ())

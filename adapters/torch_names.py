@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from cafin_cupy.errors import CafinTypeError, refuse
+from cafin_cupy.errors import CafinTypeError, refuse, shown
 
 from .torch_groups import unwrapped_prefix
 from .torch_shards import named_parameters
@@ -139,7 +139,7 @@ def _names_in(where: str, groups: Sequence[Mapping[str, Any]], mine: Sequence[Se
     for number, (each, wanted, own) in enumerate(zip(names, params, mine)):
         path = f"param_groups[{number}]['{NAMES}']"
         if not isinstance(each, (list, tuple)) or not all(type(name) is str for name in each):
-            refuse(where, path, "be a list of names", repr(each), BY_ORDER, CafinTypeError)
+            refuse(where, path, "be a list of names", shown(each), BY_ORDER, CafinTypeError)
         if len(each) != len(wanted or ()):
             if len(wanted or ()) != len(own):
                 return None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cafin_cupy.parts import Part, Rate, rate
 
-from .torch_scalars import checked_hyper
+from .torch_scalars import checked_hypers
 from .torch_shards import named_parameters
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ def _reason(holder: str | None) -> str:
 def rates(optimizer: AdaFisher, where: str) -> list[Rate]:
     """Of each of `parts`; what a capturable optimizer keeps on the device is left there."""
     found = []
-    for group in optimizer.param_groups:
-        hyper = checked_hyper(optimizer, where, group)
+    for group, hyper in zip(optimizer.param_groups, checked_hypers(optimizer, where)):
         lr = group["lr"].detach().reshape(()) if _on_device(group["lr"]) else None
         for p in group["params"]:
             t: Any = optimizer.state.get(p, {}).get("step", 0)

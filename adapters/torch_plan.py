@@ -12,20 +12,23 @@ import torch
 from torch import Tensor
 
 from cafin_cupy import forks
-from cafin_cupy.arrays import torch_view, view
-from cafin_cupy.backend import DTYPES
+from cafin_cupy.arrays import torch_stream, torch_view
 from cafin_cupy.cuda_update import CudaSchedule, CudaUpdate, Verdict, layout, rate, scalars
 from cafin_cupy.errors import refuse
 from cafin_cupy.interrupts import uninterrupted
 from cafin_cupy.memory import Written, refuse_overlap
 from cafin_cupy.precision import dtype_name
 from cafin_cupy.rounding import Noise, step_noise
-from cafin_cupy.rule import Hyper
+from cafin_cupy.rule import Hyper, steps_in
 from cafin_cupy.spread import SpreadUpdate
 from cafin_cupy.unchanged import Unchanged, traits
 from cafin_cupy.update import gather, matching, place, writable
 
-from .torch_precision import master_of, momentum_of, written_state
+from .torch_checks import check_place
+from .torch_groups import check_groups
+from .torch_inference import leaves_inference_mode
+from .torch_internals import count_changes
+from .torch_precision import master_of, momentum_of, steps_of, written_state
 from .torch_shards import local, local_average, local_gradient, named_parameters, part_of
 
 if TYPE_CHECKING:
@@ -33,8 +36,6 @@ if TYPE_CHECKING:
 
 _ADDRESS, _GRADIENT = Tensor.data_ptr, attrgetter("grad")
 _STEP, _AVERAGE = itemgetter("step"), itemgetter("exp_avg")
-# A graph that saved old values must notice what the kernels do; without a frame of torch's where that is possible.
-_changed = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
 
 
 class Plan:
@@ -43,7 +44,9 @@ class Plan:
     It holds as long as parameters and momenta stay where they are, and no other parameter gets a gradient.
     """
 
+    @leaves_inference_mode
     def __init__(self, optimizer: AdaFisher) -> None:
+        check_groups("step", optimizer.param_groups)
         self.groups = groups = optimizer.param_groups
         self.model = optimizer.model
         self.listed = [list(group["params"]) for group in groups]
@@ -72,24 +75,11 @@ class Plan:
             pl and (factors.of_weight(pl[0]) if pl[1] == "weight" else factors.of_bias(pl[0])) for pl in places
         ]
         self.pairs = [pair and part_of(pair, p, self._name(p)) for pair, p in zip(self.pairs, self.owned)]
-        for p, v, pair in zip(self.params, views, self.pairs):
-            if pair is None:
-                continue
-            home = view(pair[0]).device
-            if home != v.device:
-                rule, got = f"stay on {place(home)} where its factors are", f"a parameter on {place(v.device)}"
-                refuse("step", self._name(p), rule, got, "move the model before the first step")
-            if pair[0].numel() * pair[1].numel() != p.numel():
-                rule = f"have {pair[1].numel()} x {pair[0].numel()} elements, as its layer had"
-                refuse("step", self._name(p), rule, tuple(p.shape), "make a new optimizer")
-        for p, v in zip(self.params, views) if factors.kernels else ():
-            if v.device == "cpu":
-                refuse("step", self._name(p), "stay on a GPU as at the first step", "cpu", "make a new optimizer")
-            if v.dtype not in DTYPES:
-                rule = f"stay of {', '.join(DTYPES)}, as at the first step"
-                refuse("step", self._name(p), rule, p.dtype, "make a new optimizer")
+        for v, pair, (name, _) in zip(views, self.pairs, written):
+            check_place(name, v, pair, factors.kernels)
         self.precision = optimizer._precision
         self.launch: CudaUpdate | SpreadUpdate | None = None
+        self.begun = [steps_of(optimizer, p, self._name(p)) for p in self.owned]
         averages = [momentum_of(optimizer, p, self._name(p)) for p in self.owned]
         masters = [master_of(optimizer, p, self._name(p)) for p in self.owned]
         numbers = {id(p): number for number, (_, p) in enumerate(every)}
@@ -132,14 +122,13 @@ class Plan:
         if (optimizer.capturable or optimizer._skips is not None) and isinstance(self.launch, CudaUpdate):
             self._count_on_device(states)
         else:
-            for state in states:
-                state["step"] = int(state["step"])
+            for state, t in zip(states, self.begun):
+                state["step"] = t
         self.complete = True  # every parameter had a gradient in the last step
 
     def _count_on_device(self, states: list[Any]) -> None:
         """Let each `step` be an element of one vector on the device."""
-        counts = [int(state["step"]) for state in states]
-        steps = torch.tensor(counts, dtype=torch.int64, device=self.params[0].device)
+        steps = torch.tensor(self.begun, dtype=torch.int64, device=self.params[0].device)
         self.steps = list(steps.unbind())
         for state, step in zip(states, self.steps):
             state["step"] = step
@@ -174,21 +163,21 @@ class Plan:
         """False if a parameter or its state has been replaced since, or another parameter has a gradient."""
         if self.kept is not optimizer.state or (self.in_order and len(self.kept) != len(self.params)):
             return False
-        groups = optimizer.param_groups
-        if len(groups) != len(self.listed):
-            return False
-        for group, listed in zip(groups, self.listed):
-            params = group["params"]
-            if len(params) != len(listed) or not all(map(is_, params, listed)):
-                return False
         try:
+            groups = optimizer.param_groups
+            if len(groups) != len(self.listed):
+                return False
+            for group, listed in zip(groups, self.listed):
+                params = group["params"]
+                if len(params) != len(listed) or not all(map(is_, params, listed)):
+                    return False
             self.states = states = self._find_states()
             parts = self.owned if self.whole else map(local, self.owned)
             # The old momenta are kept, so others lie elsewhere.
             masters = self._their_masters(states) if self.have_master else ()
             addresses = list(map(_ADDRESS, chain(parts, map(self.average_of, states), masters)))
             counts = list(map(_STEP, states)) if self.schedule is not None else []
-        except KeyError:
+        except (KeyError, TypeError, RuntimeError):  # a script has put something else there: a new plan will say what
             return False
         return (
             addresses == self.addresses
@@ -273,8 +262,11 @@ class Plan:
             steps = list(map(_STEP, states))
         except KeyError:  # of a state that the script has emptied in part
             steps = [state.setdefault("step", 0) for state in states]
-        if self.complete and self.one_group and steps.count(steps[0]) == len(steps):  # the usual case
-            return [(0, steps[0] + 1)], self.zeros, []
+        first = steps[0] if steps else 0
+        if not (type(first) is int and first >= 0 and steps.count(first) == len(steps)):
+            steps = [steps_in("step", f"step of {self._name(p)}", t) for p, t in zip(self.params, steps)]
+        elif self.complete and self.one_group:  # the usual case
+            return [(0, first + 1)], self.zeros, []
         steps = [t + (g is not None) for t, g in zip(steps, grads)]
         return *gather([(number, max(1, t)) for number, t in zip(self.group, steps)]), steps
 
@@ -303,7 +295,7 @@ class Plan:
 
         def counted() -> None:
             if self.launch is not None:
-                _changed(self.params)
+                count_changes(self.params)
             if counts:
                 for state, t in zip(states, counts):
                     state["step"] = t
@@ -353,7 +345,7 @@ class Plan:
             schedule(present, stream, verdict or Verdict())
 
         def counted() -> None:
-            _changed(self.params)
+            count_changes(self.params)
             schedule.updated()
             optimizer._unsure |= verdict is not None
             optimizer._count_steps(steps)
@@ -371,7 +363,7 @@ class Plan:
         """`current_stream`, without its questions."""
         if forks.child:
             forks.refuse_child("step")
-        return int(torch._C._cuda_getCurrentRawStream(self.device))
+        return torch_stream(self.device)
 
     def _launch(
         self,

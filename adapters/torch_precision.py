@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cafin_cupy.arrays import View, torch_view
-from cafin_cupy.errors import refuse
+from cafin_cupy.errors import CafinTypeError, refuse
 from cafin_cupy.precision import Precision, dtype_name, momenta_of
+from cafin_cupy.rule import steps_in
 
 from .torch_shards import local
 
@@ -29,9 +30,26 @@ def new_master(p: Tensor) -> Tensor:
     return p.detach().to(torch.float32, copy=True, memory_format=torch.preserve_format)
 
 
+def state_of(optimizer: AdaFisher, p: Tensor, name: str) -> Mapping[str, Any]:
+    """The state of a parameter, empty if it has none; refused if a script has put something else in its place."""
+    entry = optimizer.state.get(p, {})
+    if not isinstance(entry, Mapping):
+        refuse("step", f"state of {name}", "be a dict", type(entry).__name__, "delete it to start anew", CafinTypeError)
+    for key in ("exp_avg", "master"):
+        if entry.get(key) is not None and not isinstance(entry[key], Tensor):
+            got, mend = type(entry[key]).__name__, "delete it to start anew"
+            refuse("step", f"{key!r} in the state of {name}", "be a tensor", got, mend, CafinTypeError)
+    return entry
+
+
+def steps_of(optimizer: AdaFisher, p: Tensor, name: str) -> int:
+    """How many steps a parameter has taken."""
+    return steps_in("step", f"step of {name}", state_of(optimizer, p, name).get("step", 0))
+
+
 def momentum_of(optimizer: AdaFisher, p: Tensor, name: str) -> Tensor:
     """The momentum of a parameter. A new one is not yet in the state, as memory may run out for the next."""
-    average: Tensor | None = optimizer.state.get(p, {}).get("exp_avg")
+    average: Tensor | None = state_of(optimizer, p, name).get("exp_avg")
     if average is None:
         return new_momentum(p, optimizer._precision, "step", name)
     possible = momenta_of(dtype_name(p.dtype))
@@ -44,7 +62,7 @@ def master_of(optimizer: AdaFisher, p: Tensor, name: str) -> Tensor | None:
     """The master of a parameter, None if it has none; as `momentum_of`."""
     if not optimizer._precision.has_master(dtype_name(p.dtype)):
         return None
-    master: Tensor | None = optimizer.state.get(p, {}).get("master")
+    master: Tensor | None = state_of(optimizer, p, name).get("master")
     if master is None:
         return new_master(p)
     if master.dtype is not torch.float32:
@@ -59,7 +77,7 @@ def written_state(
     kinds = [("momentum", "exp_avg"), *([("master", "master")] if optimizer._precision.masters else [])]
     written = []
     for p in params:
-        state = optimizer.state.get(p, {})
+        state = state_of(optimizer, p, name(p))
         for kind, key in kinds:
             if state.get(key) is not None:
                 called = f"{kind} of {name(p)}"

@@ -121,7 +121,7 @@ def _group_of_mesh(mesh: Any) -> Any:
     )
 
 
-def over_ranks(optimizer: AdaFisher, factors: Factors) -> Factors:
+def over_ranks(optimizer: Any, factors: Factors) -> Factors:
     """`factors` of this process, or those of the group as it is now."""
     group = group_of(optimizer)
     reduced = factors if isinstance(factors, ReducedFactors) else None
@@ -195,7 +195,7 @@ def _refuse_join(optimizer: AdaFisher) -> None:
 # When
 
 
-def attach_to_root(optimizer: AdaFisher) -> Iterator[Any]:
+def attach_to_root(optimizer: Any) -> Iterator[Any]:
     """A hook on the wrapper whose backward all ranks run: at its end the collective is started."""
     wraps = isinstance(optimizer.model, DistributedDataParallel) or shards(optimizer.model)
     if wraps and group_of(optimizer) is not None:

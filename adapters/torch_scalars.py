@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from cafin_cupy.cuda_update import CudaUpdate, Verdict
-from cafin_cupy.errors import refuse
+from cafin_cupy.errors import CafinError, CafinTypeError, refuse
 from cafin_cupy.rule import Hyper, at_least
+
+from .torch_groups import SCALARS, check_groups
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
 
-SCALARS = ("lr", "beta", "Lambda", "weight_decay")  # of a parameter group
 _PLAIN = (float, int)
 _values = itemgetter(*SCALARS, "maximize")
 
@@ -56,8 +57,15 @@ def unscaling(optimizer: AdaFisher) -> tuple[float, float] | None:
                 "step", "grad_scaler", "be known where unscale_ is called before step", "None",
                 f"construct {type(optimizer).__name__}(model, ..., grad_scaler=scaler)",
             )  # fmt: skip
+        check_scaler("step", optimizer.grad_scaler)
         return 1.0, _checked_scale(optimizer.grad_scaler.get_scale())
     return 1.0, 1.0
+
+
+def check_scaler(where: str, scaler: Any) -> None:
+    """Refuse a `grad_scaler` that knows no scale."""
+    if scaler is not None and not hasattr(scaler, "get_scale"):
+        refuse(where, "grad_scaler", "be a GradScaler", type(scaler).__name__, kind=CafinTypeError)
 
 
 def _checked_scale(scale: Any) -> float:
@@ -69,6 +77,20 @@ def forget_scale(optimizer: AdaFisher) -> None:
     would multiply its next scale by what is left."""
     for name in ("found_inf", "grad_scale"):
         optimizer.__dict__.pop(name, None)
+
+
+def checked_hypers(optimizer: AdaFisher, where: str) -> list[Hyper]:
+    """The scalars of all groups."""
+    groups = optimizer.param_groups
+    try:
+        return [checked_hyper(optimizer, where, group) for group in groups]
+    except (CafinError, KeyError, TypeError):  # then once more, to say which
+        check_groups(where, groups)
+        if len(groups) == 1:
+            raise
+        for number, group in enumerate(groups):
+            checked_hyper(optimizer, where, group, f"param_groups[{number}]['{{}}']")
+        raise
 
 
 def checked_hyper(optimizer: AdaFisher, where: str, group: Mapping[str, Any], path: str = "{}") -> Hyper:

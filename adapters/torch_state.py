@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from cafin_cupy.arrays import wraps_others
-from cafin_cupy.errors import CafinError, CafinTypeError, refuse
+from cafin_cupy.errors import CafinError, CafinTypeError, refuse, shown
 from cafin_cupy.precision import Precision, checked_seed, dtype_name, momenta_of
-from cafin_cupy.rule import whole
+from cafin_cupy.rule import steps_in
 
+from .torch_groups import SCALARS
 from .torch_names import in_own_order, with_names, without_names
 from .torch_precision import new_master, new_momentum
 from .torch_ranks import compare_from_now_on
-from .torch_scalars import SCALARS, checked_hyper
+from .torch_scalars import checked_hyper
 from .torch_shards import is_sharded, laid_out
 from .torch_warnings import warn_not_stored
 
@@ -47,7 +48,9 @@ def with_factors(optimizer: AdaFisher, state: dict[str, Any]) -> dict[str, Any]:
         indices = [index for group in state["param_groups"] for index in group["params"]]
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         precision = optimizer._precision
-        state["state"] = {index: _entry(entries.get(index), p, precision) for index, p in zip(indices, parameters)}
+        state["state"] = {
+            index: _entry(index, entries.get(index), p, precision) for index, p in zip(indices, parameters)
+        }
     factors = optimizer._factors
     state["H_D"] = [factors.H[index] for _, _, index, _ in optimizer._modules]
     state["S_D"] = [factors.S[index] for _, _, index, _ in optimizer._modules]
@@ -58,13 +61,16 @@ def with_factors(optimizer: AdaFisher, state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _entry(entry: Any, p: Tensor, precision: Precision) -> dict[str, Any]:
+def _entry(index: int, entry: Any, p: Tensor, precision: Precision) -> dict[str, Any]:
     """A parameter's state as the next step would complete it; the step as a number, which every AdaFisher reads."""
+    name = f"state[{index}]"
+    _mapping(name, {} if entry is None else entry, (), "", "state_dict")
     if not entry:
         return {}
     average = entry.get("exp_avg")
     average = new_momentum(p, precision) if average is None else average
-    full = {**entry, "step": int(entry.get("step", 0)), "exp_avg": average}
+    count = steps_in("state_dict", f"{name}['step']", entry.get("step", 0))
+    full = {**entry, "step": count, "exp_avg": average}
     if precision.has_master(dtype_name(p.dtype)):
         full.setdefault("master", new_master(p))
     return full
@@ -113,7 +119,7 @@ class Checkpoint:
 
     def __init__(self, optimizer: AdaFisher, given: Any) -> None:
         _mapping("state_dict", given, KEYS, NOT_OURS if of_adam(given) else MEND)
-        self.steps = _count("steps", given["steps"])
+        self.steps = steps_in(WHERE, "steps", given["steps"])
         self.seed = checked_seed(WHERE, "seed", given.get("seed", optimizer._seed))
         groups = _checked_groups(optimizer, given["param_groups"])
         self.entries = _checked_state(optimizer, given["state"], groups, self.steps)
@@ -159,8 +165,8 @@ def take_momentum(optimizer: AdaFisher, given: Any) -> None:
     _mapping("state_dict", given, ("param_groups",), mend, where)
     groups = given["param_groups"]
     listed = isinstance(groups, (list, tuple)) and all(isinstance(group, Mapping) for group in groups)
-    if not listed or not all(isinstance(group.get("params"), (list, tuple)) for group in groups):
-        refuse(where, "param_groups", "be a list of groups with their 'params'", repr(groups), mend, CafinTypeError)
+    if not listed or not all(_keys(group.get("params")) for group in groups):
+        refuse(where, "param_groups", "be a list of groups with their 'params'", shown(groups), mend, CafinTypeError)
     given = in_own_order(where, optimizer, given)
     every = [p for group in optimizer.param_groups for p in group["params"]]
     indices = [index for group in given["param_groups"] for index in group["params"]]
@@ -174,15 +180,20 @@ def take_momentum(optimizer: AdaFisher, given: Any) -> None:
         refuse(where, "param_groups", f"hold {own} parameters", lengths, mend)
     entries: dict[Tensor, dict[str, Any]] = {}
     for index, p in zip(indices, every):
-        entry = given["state"].get(index)
+        name, entry = f"state[{index!r}]", given["state"].get(index, {})
+        _mapping(name, entry, (), mend, where)
         if entry:
-            name = f"state[{index!r}]"
             _mapping(name, entry, ENTRY, mend, where)
-            count = _count(f"{name}['step']", entry["step"], where)
+            count = steps_in(where, f"{name}['step']", entry["step"])
             _momentum_of(where, f"{name}['exp_avg']", entry["exp_avg"], p)
             average = laid_out(where, f"{name}['exp_avg']", p, entry["exp_avg"])
             entries[p] = {"step": count, "exp_avg": _momentum(p, average, optimizer._precision)}
     optimizer.state.update(entries)
+
+
+def _keys(params: Any) -> bool:
+    """True of what a group of a state dict has in its `params`: numbers, or names."""
+    return isinstance(params, (list, tuple)) and all(isinstance(key, (int, str)) for key in params)
 
 
 def _told(given: Any) -> Any:
@@ -262,7 +273,7 @@ def _checked_state(optimizer: AdaFisher, state: Any, groups: Any, steps: int) ->
         _mapping(name, entry)
         if entry:
             _mapping(name, entry, ENTRY)
-            count = _count(f"{name}['step']", entry["step"])
+            count = steps_in(WHERE, f"{name}['step']", entry["step"])
             _momentum_of(WHERE, f"{name}['exp_avg']", entry["exp_avg"], p)
             more = {key: _copied(value, p) for key, value in entry.items() if key not in ENTRY}
             if "master" in entry:
@@ -329,14 +340,6 @@ def _mapping(name: str, value: Any, keys: Sequence[str] = (), mend: str = MEND, 
     for key in keys:
         if key not in value:
             refuse(where, name, f"have the key {key!r}", sorted(map(str, value)), mend)
-
-
-def _count(name: str, value: Any, where: str = WHERE) -> int:
-    """A number of steps, which the device counts in 64 bits."""
-    count = whole(where, name, value, 0)
-    if count >= 2**62:
-        refuse(where, name, f"be a number of steps, below {2**62}", count)
-    return count
 
 
 def _numbers(name: str, value: Any, shape: tuple[int, ...], of: str = "", where: str = WHERE) -> None:

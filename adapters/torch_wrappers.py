@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from .torch import AdaFisher
+    from .torch_sampling import Sampling
+
+Optimizer = TypeVar("Optimizer", bound="Sampling")
 
 
-def itself(optimizer: AdaFisher) -> AdaFisher:
+def itself(optimizer: Optimizer) -> Optimizer:
     """The optimizer, also where one of its methods was called on a wrapper of Lightning or Fabric.
 
     Their wrapper's class inherits from the optimizer's, and looks up in the optimizer what it lacks itself. What a
     method sets would stay with the wrapper, and hide what the optimizer has.
     """
-    wrapped: AdaFisher = vars(optimizer).get("_optimizer", optimizer)
+    wrapped: Optimizer = vars(optimizer).get("_optimizer", optimizer)
     return wrapped

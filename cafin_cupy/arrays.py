@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy
 
 from . import forks
-from .errors import CafinTypeError, refuse
+from .errors import CafinTypeError, refuse, shown
 from .kernel_cache import import_cupy
 
 _DLPACK_CPU = (1, 3)  # kDLCPU, kDLCUDAHost
@@ -241,7 +241,7 @@ def stream_address(stream: Any) -> int:
         if hasattr(stream, attribute):
             return int(getattr(stream, attribute))
     if not isinstance(stream, int):
-        refuse("fused_step", "stream", "be a stream or its address", repr(stream), kind=CafinTypeError)
+        refuse("fused_step", "stream", "be a stream or its address", shown(stream), kind=CafinTypeError)
     return stream
 
 
@@ -254,10 +254,19 @@ def current_stream(array: Any, device: int, stream: Any = None) -> int:
         return stream_address(stream)
     torch = torch_of(array)
     if torch is not None and array.is_cuda:
-        return int(torch._C._cuda_getCurrentRawStream(device))
+        return torch_stream(device)
     import cupy
 
     return int(cupy.cuda.get_current_stream(device).ptr)
+
+
+def torch_stream(device: int) -> int:
+    """Address of PyTorch's current stream on a device."""
+    torch = sys.modules["torch"]
+    try:
+        return int(torch._C._cuda_getCurrentRawStream(device))
+    except AttributeError:  # internal to torch, so it may go; the documented way makes an object
+        return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def order(first: int, second: int, device: int) -> None:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Collection
 
 from . import forks
-from .errors import BackendError, refuse
+from .errors import BackendError, refuse, shown
 from .rounding import SIXTEEN
 from .runtime import cuda_problem, prepare
 
@@ -25,7 +25,7 @@ def _request(backend: str | None, where: str) -> tuple[str, str | None]:
     if value is None or (isinstance(value, str) and value == "auto"):
         return name, None
     if not isinstance(value, str) or value not in BACKENDS:
-        refuse(where, name, 'be "cuda", "reference" or None', repr(value))
+        refuse(where, name, 'be "cuda", "reference" or None', shown(value))
     return name, value
 
 

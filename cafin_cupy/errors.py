@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from reprlib import Repr
 from typing import NoReturn
+
+_short = Repr()
+_short.maxlevel, _short.maxstring, _short.maxother = 3, 100, 200
 
 
 class CafinError(Exception):
@@ -23,6 +27,11 @@ class NonFiniteError(CafinError, FloatingPointError):
 
 class BackendError(CafinError, RuntimeError):
     """A backend was asked for that cannot run here."""
+
+
+def shown(value: object) -> str:
+    """What came, as messages show it: `repr` on one line, shortened where it is long or deeply nested."""
+    return " ".join(_short.repr(value).split())
 
 
 def refuse(

@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from array_api_compat import array_namespace, device
 
 from . import reference
-from .arrays import beside, known
+from .arrays import beside, known, view
 from .checks import check_pair
 from .layers import Layer
 from .rule import Averaging
@@ -228,3 +228,33 @@ def _precision(weight: Any) -> Any:
     """float64 for float64 weights, else float32."""
     xp = array_namespace(weight)
     return xp.float64 if weight.dtype == xp.float64 else xp.float32
+
+
+def make_factors(
+    layers: Sequence[Layer], averaging: Averaging, backend: str, devices: Collection[int | str]
+) -> Factors:
+    """The factors of `layers` by the chosen backend; what trains lies on `devices`."""
+    if backend == "reference":
+        return ReferenceFactors(layers, averaging)
+    from .cuda_factors import CudaFactors
+    from .spread import SpreadFactors
+
+    at = [view(layer.home, type(layer).__name__, "weight").device for layer in layers]
+    # A layer that does not train may lie where nothing trains.
+    first, *others = sorted({*map(int, devices), *(d for d in at if not isinstance(d, str))})
+    if not others:
+        return CudaFactors(layers, averaging, first)
+    places = {device: [k for k, d in enumerate(at) if d == device] for device in (first, *others)}
+    places[first] += [k for k, d in enumerate(at) if d not in places]  # on the CPU, which it will refuse
+    shares = [(mine, CudaFactors([layers[k] for k in mine], averaging, device)) for device, mine in places.items()]
+    return SpreadFactors(layers, averaging, shares)
+
+
+def owners(layers: Sequence[Layer]) -> dict[int, tuple[int, str]]:
+    """id(array) -> (place of its layer, "weight" or "bias"). An array of several layers belongs to the first."""
+    found: dict[int, tuple[int, str]] = {}
+    for index, layer in enumerate(layers):
+        for role, array in (("weight", layer.weight), ("bias", layer.bias)):
+            if array is not None:
+                found.setdefault(id(array), (index, role))
+    return found

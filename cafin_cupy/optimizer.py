@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from .arrays import View, beside, current_stream, known, view
 from .backend import choose
 from .curvature import Curvature, look
-from .errors import CafinError, CafinTypeError, refuse
-from .factors import Factors, ReferenceFactors
+from .errors import CafinError, CafinTypeError, refuse, shown
+from .factors import make_factors, owners
 from .interrupts import uninterrupted
 from .layers import Layer
 from .memory import moved, refuse_overlap
@@ -19,7 +19,6 @@ from .parts import parts, rates
 from .precision import Precision, checked_seed, sort_of, zeros_like
 from .rounding import Noise, step_noise, widened
 from .rule import DEFAULT_GAMMA, Averaging, Hyper, at_least, flag, whole
-from .spread import SpreadFactors
 from .state import take_over
 from .streams import joined
 from .summary import Summary, summarise
@@ -31,39 +30,11 @@ from .update import (
     like_params,
     matching,
     named_views,
+    outside_inference_mode,
     same_order,
     scalars,
     writable,
 )
-
-
-def make_factors(
-    layers: Sequence[Layer], averaging: Averaging, backend: str, devices: Collection[int | str]
-) -> Factors:
-    """The factors of `layers` by the chosen backend; what trains lies on `devices`."""
-    if backend == "reference":
-        return ReferenceFactors(layers, averaging)
-    from .cuda_factors import CudaFactors
-
-    at = [view(layer.home, type(layer).__name__, "weight").device for layer in layers]
-    # A layer that does not train may lie where nothing trains.
-    first, *others = sorted({*map(int, devices), *(d for d in at if not isinstance(d, str))})
-    if not others:
-        return CudaFactors(layers, averaging, first)
-    places = {device: [k for k, d in enumerate(at) if d == device] for device in (first, *others)}
-    places[first] += [k for k, d in enumerate(at) if d not in places]  # on the CPU, which it will refuse
-    shares = [(mine, CudaFactors([layers[k] for k in mine], averaging, device)) for device, mine in places.items()]
-    return SpreadFactors(layers, averaging, shares)
-
-
-def owners(layers: Sequence[Layer]) -> dict[int, tuple[int, str]]:
-    """id(array) -> (place of its layer, "weight" or "bias"). An array of several layers belongs to the first."""
-    found: dict[int, tuple[int, str]] = {}
-    for index, layer in enumerate(layers):
-        for role, array in (("weight", layer.weight), ("bias", layer.bias)):
-            if array is not None:
-                found.setdefault(id(array), (index, role))
-    return found
 
 
 class AdaFisher:
@@ -142,10 +113,10 @@ class AdaFisher:
         self.TCov = TCov
         self.averaging = Averaging.named(averaging, gamma)
         self._asked = backend
+        self._named = list(leaves(params, "params", where))
         self._params = structure(params)
-        self._named = list(leaves(self._params, "params"))
         if not self._named:
-            refuse(where, "params", "hold at least one array", params)
+            refuse(where, "params", "hold at least one array", shown(params))
         self._p = [view(array, where, name) for name, array in self._named]
         for (name, _), v in zip(self._named, self._p):
             writable(where, name, v)
@@ -195,7 +166,7 @@ class AdaFisher:
                 refuse("AdaFisher", f"layers[{index}]", "hold an array of `params`", layer.label, mend)
             name = layer.name or str(index)
             if name in names:
-                refuse("AdaFisher", f"layers[{index}].name", "be used once", repr(name))
+                refuse("AdaFisher", f"layers[{index}].name", "be used once", shown(name))
             names.add(name)
         return list(layers)
 
@@ -252,7 +223,7 @@ class AdaFisher:
         """
         index = self._places.get(id(layer))
         if index is None:
-            label = layer.label if isinstance(layer, Layer) else repr(layer)
+            label = layer.label if isinstance(layer, Layer) else shown(layer)
             refuse("accumulate", "layer", "be one of the optimizer's layers", label, "list it in `layers=`")
         if self.samples:
             self._factors.accumulate(index, h, s)
@@ -332,6 +303,7 @@ class AdaFisher:
             if moved(array, v):
                 rule, mend = "keep its memory, shape and type", "write into it in place, or make a new optimizer"
                 refuse(where, name, rule, "others since construction", mend)
+        outside_inference_mode(where, "momenta", self.momenta[0])  # the others were made with it
         for path, arrays, views in (("momenta", self.momenta, self._m), ("masters", self.masters, self._w)):
             for index, (array, kept) in enumerate(zip(arrays, views)):
                 if kept is not None and (array is not kept.owner or moved(array, kept)):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from array_api_compat import array_namespace
 
 from . import rounding
-from .errors import CafinTypeError, refuse
+from .errors import CafinTypeError, refuse, shown
 from .rounding import SIXTEEN
 from .rule import flag, whole
 
@@ -33,7 +33,7 @@ class Precision(NamedTuple):
         name = None if momentum_dtype is None else dtype_name(momentum_dtype)
         if name not in (None, "float32", "float64", *SIXTEEN):
             rule = f"be None or one of float32, float64, {', '.join(SIXTEEN)}"
-            refuse(where, "momentum_dtype", rule, repr(momentum_dtype), kind=CafinTypeError)
+            refuse(where, "momentum_dtype", rule, shown(momentum_dtype), kind=CafinTypeError)
         master_weights = flag(where, "master_weights", master_weights)
         stochastic_rounding = flag(where, "stochastic_rounding", stochastic_rounding)
         if master_weights and stochastic_rounding:

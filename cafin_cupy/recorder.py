@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +13,7 @@ from array_api_compat import array_namespace
 
 from . import reference
 from .arrays import at
-from .errors import BackendError, CafinTypeError, refuse
+from .errors import BackendError, CafinTypeError, refuse, shown
 
 SHOWN = 6  # layers in a picture, unless they are named
 CELLS = 400  # along an axis of an image; more entries or samples than that share a cell, by their mean
@@ -106,6 +107,10 @@ class Recorder:
         Raises:
             CafinError: nothing has been recorded, a layer is not watched, or matplotlib is missing.
         """
+        if not isinstance(path, (str, os.PathLike)):
+            refuse("draw", "path", "be the name of a file", shown(path), kind=CafinTypeError)
+        if not isinstance(title, str):
+            refuse("draw", "title", "be a string", shown(title), kind=CafinTypeError)
         sizes = {name: [F.shape[0] for F in pair] for name, pair in self._optimizer.factors().items()}
         if layers is None:
             largest = sorted(self.layers, key=lambda name: -sum(sizes[name]))[:SHOWN]
@@ -121,10 +126,10 @@ class Recorder:
 
 def _check_names(where: str, given: Sequence[str], known: Any) -> None:
     if isinstance(given, str) or not isinstance(given, Sequence):
-        refuse(where, "layers", "be a list of names", repr(given), kind=CafinTypeError)
+        refuse(where, "layers", "be a list of names", shown(given), kind=CafinTypeError)
     for name in given:
-        if name not in known:
-            refuse(where, "layers", f"be among {list(known)}", repr(name))
+        if not isinstance(name, str) or name not in known:
+            refuse(where, "layers", f"be among {list(known)}", shown(name))
 
 
 def _copy(array: Any) -> Any:

@@ -7,7 +7,7 @@ import numbers
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .errors import CafinTypeError, refuse
+from .errors import CafinTypeError, refuse, shown
 
 DEFAULT_GAMMA = 0.8
 RULES = ("parity", "paper")
@@ -19,13 +19,13 @@ def number(where: str, name: str, value: object) -> float:
     """`value` as a float, or a `CafinError`: finite, real, and no array of more than one element."""
     dtype = str(getattr(value, "dtype", "float"))  # NumPy would make floats of strings, dates and half of a complex
     if isinstance(value, (bool, type)) or not hasattr(value, "__float__") or not ("float" in dtype or "int" in dtype):
-        refuse(where, name, "be a number", repr(value), kind=CafinTypeError)
+        refuse(where, name, "be a number", shown(value), kind=CafinTypeError)
     try:
         result = float(value)
     except OverflowError:  # an int beyond all floats
         result = math.inf
     except (TypeError, ValueError, RuntimeError):  # an array of several elements
-        refuse(where, name, "be a single number", repr(value), kind=CafinTypeError)
+        refuse(where, name, "be a single number", shown(value), kind=CafinTypeError)
     if not math.isfinite(result):
         refuse(where, name, "be finite", result)
     return result
@@ -47,11 +47,19 @@ def whole(where: str, name: str, value: object, bound: int) -> int:
     return int(value) if isinstance(value, numbers.Integral) else int(result)
 
 
+def steps_in(where: str, name: str, value: object) -> int:
+    """`value` as a number of steps, which devices count in 64 bits."""
+    count = whole(where, name, value, 0)
+    if count >= 2**62:
+        refuse(where, name, f"be a number of steps, below {2**62}", count)
+    return count
+
+
 def flag(where: str, name: str, value: object) -> bool:
     """`value` as a bool; 0 and 1 count, and NumPy's, but not the truth of strings and lists."""
     scalar = str(getattr(value, "dtype", "")) == "bool" and getattr(value, "shape", None) == ()
     if not scalar and not (isinstance(value, int) and value in (0, 1)):
-        refuse(where, name, "be True or False", repr(value), kind=CafinTypeError)
+        refuse(where, name, "be True or False", shown(value), kind=CafinTypeError)
     return bool(value)
 
 
@@ -78,7 +86,7 @@ class Averaging:
         object.__setattr__(self, "keep", keep)
         object.__setattr__(self, "add", at_least("Averaging", "add", self.add, 0.0))
         if not isinstance(self.normalize, str) or self.normalize not in ("before", "after"):
-            refuse("Averaging", "normalize", 'be "before" or "after"', repr(self.normalize))
+            refuse("Averaging", "normalize", 'be "before" or "after"', shown(self.normalize))
 
     @classmethod
     def parity(cls, gamma: float = DEFAULT_GAMMA) -> Averaging:
@@ -98,7 +106,7 @@ class Averaging:
         if isinstance(rule, Averaging):
             return rule
         if not isinstance(rule, str) or rule not in RULES:
-            refuse("AdaFisher", "averaging", 'be "parity", "paper" or an Averaging', repr(rule))
+            refuse("AdaFisher", "averaging", 'be "parity", "paper" or an Averaging', shown(rule))
         return cls.parity(gamma) if rule == "parity" else cls.paper(gamma)
 
 

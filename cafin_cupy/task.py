@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from .errors import CafinError, CafinTypeError, refuse
+from .errors import CafinError, CafinTypeError, refuse, shown
 
 
 class Task:
@@ -27,7 +27,7 @@ class Task:
         self.name = name
         module, colon, attribute = name.partition(":")
         if not module or not colon or not attribute.isidentifier():
-            refuse("profile", "MODULE:FUNCTION", "name both, as in train:task", repr(name))
+            refuse("profile", "MODULE:FUNCTION", "name both, as in train:task", shown(name))
         made = self._call(f"import {module}", lambda: importlib.import_module(module))
         function = getattr(made, attribute, None)
         if not callable(function):

@@ -7,6 +7,8 @@ from typing import Any
 
 from .errors import refuse
 
+DEEPEST = 100  # levels; a list that holds itself has more
+
 
 def structure(tree: Any) -> Any:
     """`tree` in lists and dicts of our own, with the same leaves: the caller may go on to change theirs."""
@@ -15,14 +17,21 @@ def structure(tree: Any) -> Any:
     return [structure(item) for item in tree] if isinstance(tree, (list, tuple)) else tree
 
 
-def leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """(path, leaf) of nested lists, tuples and mappings, in order; anything else is a leaf."""
+def leaves(tree: Any, path: str, where: str = "leaves", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """(path, leaf) of nested lists, tuples and mappings, in order; anything else is a leaf.
+
+    Raises:
+        CafinValueError: they are nested too deeply.
+    """
+    if depth > DEEPEST:
+        name = path.partition("[")[0]
+        refuse(where, name, f"be nested at most {DEEPEST} deep", "more", "a list or dict must not hold itself")
     if isinstance(tree, Mapping):
         for key in tree:
-            yield from leaves(tree[key], f"{path}[{key!r}]")
+            yield from leaves(tree[key], f"{path}[{key!r}]", where, depth + 1)
     elif isinstance(tree, (list, tuple)):
         for index, item in enumerate(tree):
-            yield from leaves(item, f"{path}[{index}]")
+            yield from leaves(item, f"{path}[{index}]", where, depth + 1)
     else:
         yield path, tree
 

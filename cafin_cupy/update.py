@@ -138,7 +138,7 @@ def fused_step(
     error_if_nonfinite = flag(where, "error_if_nonfinite", error_if_nonfinite)
     if stream is not None:
         stream_address(stream)
-    named = list(leaves(params, "params"))
+    named = list(leaves(params, "params", where))
     p = [view(array, where, name) for name, array in named]
     for (name, _), v in zip(named, p):
         writable(where, name, v)
@@ -272,12 +272,17 @@ def writable(where: str, name: str, v: View) -> None:
     if v.dtype not in FLOATS:
         rule = f"hold real floating-point numbers ({', '.join(FLOATS)})"
         refuse(where, name, rule, v.dtype, "convert it", CafinTypeError)
-    torch = torch_of(v.owner)
-    if torch is not None and v.owner.is_inference() and not torch.is_inference_mode_enabled():
-        mend = "clone it outside of torch.inference_mode()"
-        refuse(where, name, "be writable, as it is updated in place", "an inference tensor", mend, CafinTypeError)
+    outside_inference_mode(where, name, v.owner)
     if v.overlaps_itself:
         refuse(where, name, "have one element of memory for each entry", f"strides {v.strides}", "pass a copy")
+
+
+def outside_inference_mode(where: str, name: str, array: Any) -> None:
+    """Refuse a tensor that was made in PyTorch's inference mode, and is to be changed outside of it."""
+    torch = torch_of(array)
+    if torch is not None and array.is_inference() and not torch.is_inference_mode_enabled():
+        mend = "make it outside of torch.inference_mode()"
+        refuse(where, name, "be writable, as it is updated in place", "an inference tensor", mend, CafinTypeError)
 
 
 def named_views(path: str, views: Sequence[View | None]) -> list[tuple[str, View]]:

@@ -26,7 +26,7 @@ from cafin_cupy.adapters.jax import (
 )
 from cafin_cupy.reference import RawSums
 
-jax.config.update("jax_platforms", "cpu")  # these tests are of plain array code; test_jax_gpu.py is of the kernel
+jax.config.update("jax_default_device", jax.devices("cpu")[0])  # plain array code; test_jax_gpu.py is of the kernel
 ROUNDING = 1e-12  # float64 in another order of summation
 ORDER = 1e-5  # float32 sums of some thousand terms in another order
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import FRAMEWORKS, LAYOUTS, Device, check_update, lay, make, problem, refuses, same_bits, strided
 
-from cafin_cupy import AdaFisher, CafinTypeError, CafinValueError, Linear, fused_step
+from cafin_cupy import AdaFisher, CafinError, CafinTypeError, CafinValueError, Linear, fused_step
 from cafin_cupy.arrays import current_stream, known, view
 from cafin_cupy.trees import leaves, leaves_like, structure
 
@@ -208,6 +208,43 @@ def test_leaves() -> None:
 def test_other_structures_are_refused(tree: Any, words: list[str]) -> None:
     with refuses(CafinValueError, "f: `", *words):
         list(leaves_like({"a": 1, "b": [2, 3]}, tree, "f", "g"))
+
+
+def endless() -> Any:
+    tree: list[Any] = [np.ones(3)]
+    tree.append(tree)
+    return tree
+
+
+def deep() -> Any:
+    tree: Any = np.ones(3)
+    for _ in range(5000):
+        tree = [tree]
+    return tree
+
+
+@pytest.mark.parametrize("tree", [endless(), {"a": endless()}, deep()], ids=["itself", "within a dict", "deep"])
+def test_lists_that_hold_themselves_are_refused(tree: Any) -> None:
+    """Wherever they are passed, and in the messages about them."""
+    w, g, m = (np.ones(3) for _ in range(3))
+    words = "`params` must be nested at most 100 deep"
+    calls: list[tuple[Any, str]] = [
+        (lambda: fused_step(tree, [g], [m], lr=0.1), words),
+        (lambda: fused_step([w], tree, [m], lr=0.1), "`grads"),
+        (lambda: fused_step([w], [g], [tree], lr=0.1), "`momenta[0]`"),
+        (lambda: fused_step([w], [g], [m], [tree], lr=0.1), "`factors"),
+        (lambda: fused_step([w], [g], [m], lr=0.1, step=[tree]), "`step"),
+        (lambda: fused_step([w], [g], [m], lr=tree), "`lr` must be a number"),
+        (lambda: AdaFisher(tree), words),
+        (lambda: AdaFisher([w], TCov=tree), "`TCov`"),
+        (lambda: AdaFisher([w]).step(tree), "`grads"),
+        (lambda: AdaFisher([w]).accumulate(tree, g, g), "`layer`"),
+        (lambda: AdaFisher([w]).load_state_dict({"steps": tree, "momenta": [m], "H": [], "S": []}), "state['steps']"),
+    ]
+    for call, word in calls:
+        with pytest.raises(CafinError) as caught:
+            call()
+        assert word in str(caught.value) and len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

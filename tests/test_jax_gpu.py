@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,13 @@ pytestmark = pytest.mark.gpu
 OPTIONS: dict[str, Any] = {"weight_decay": 0.1, "mask": lambda params: {name: name != "plain" for name in params}}
 # One rounding of each type; float32: sums and a division in another order, fused by the GPU.
 CLOSE = {"float32": 2.0**-20, "bfloat16": 2.0**-7, "float16": 2.0**-9}
+
+
+@pytest.fixture(autouse=True)
+def _on_the_gpu() -> Iterator[None]:
+    """Whatever other tests have made the default device of the process."""
+    with jax.default_device(jax.devices("cuda")[0]):
+        yield
 
 
 def params_of(shapes: dict[str, Any], seed: int = 0) -> dict[str, Any]:

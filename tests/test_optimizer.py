@@ -203,6 +203,16 @@ def test_a_refused_step_changes_nothing(framework: str) -> None:
     assert numpy_of(opt.factors()["fc"][0])[0] != 1.0
 
 
+def test_an_optimizer_that_was_made_in_inference_mode_stays_there() -> None:
+    w, g = torch.ones(3, 2), torch.ones(3, 2)
+    with torch.inference_mode():
+        opt = AdaFisher([w])
+        opt.step([g])
+    with refuses(CafinTypeError, "step", "`momenta`", "inference tensor", unchanged=[w]):
+        opt.step([g])
+    assert opt.steps == 1
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_refused_accumulations_add_nothing(framework: str) -> None:
     opt, layer, _, grads = perceptron(framework)

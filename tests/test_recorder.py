@@ -93,6 +93,10 @@ def test_a_step_that_was_not_made_is_not_recorded_again() -> None:
         (lambda run: Recorder(run.optimizer, "one"), "Recorder: `layers` must be a list of names, got 'one'"),
         (lambda run: Recorder(run.optimizer).draw("x.png"), "draw: `recorder` must have seen a sampled step"),
         (lambda run: Recorder(run.optimizer).draw("x.png", ["x"]), "draw: `layers` must be among"),
+        (lambda run: Recorder(run.optimizer, [[]]), "Recorder: `layers` must be among ['one', 'two'], got []"),
+        (lambda run: Recorder(run.optimizer).history({}), "history: `layers` must be among ['one', 'two'], got {}"),
+        (lambda run: Recorder(run.optimizer).draw(None), "draw: `path` must be the name of a file, got None"),
+        (lambda run: Recorder(run.optimizer).draw("x.png", title=1), "draw: `title` must be a string, got 1"),
     ],
 )
 def test_what_is_refused(call: Any, words: str) -> None:

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from cafin_cupy import Averaging, Linear, cuda_factors, optimizer, spread
+from cafin_cupy import Averaging, Linear, cuda_factors, spread
+from cafin_cupy import factors as module_of_factors
 from cafin_cupy.arrays import view
 from cafin_cupy.cuda_update import CudaUpdate, layout, scalars
 from cafin_cupy.factors import ReferenceFactors
@@ -108,8 +109,8 @@ def test_a_frozen_layer_may_lie_where_nothing_trains(monkeypatch: pytest.MonkeyP
     every = layers()
     places = {id(layer.weight): 3 if layer.name in ("1", "4") else 0 for layer in every}
     monkeypatch.setattr(cuda_factors, "CudaFactors", factors)
-    monkeypatch.setattr(optimizer, "view", lambda array, *_: view(array)._replace(device=places[id(array)]))
-    spread_out = optimizer.make_factors(every, Averaging.named("parity", 0.8), "cuda", {0})
+    monkeypatch.setattr(module_of_factors, "view", lambda array, *_: view(array)._replace(device=places[id(array)]))
+    spread_out = module_of_factors.make_factors(every, Averaging.named("parity", 0.8), "cuda", {0})
     assert made == {0: ["0", "2", "3"], 3: ["1", "4"]}
     assert [tuple(H.shape) for H in spread_out.H] == [(columns,) for _, columns in SHAPES]
 

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_helpers import (  # noqa: E402
     TOLERANCE,
     assert_same,
@@ -112,7 +113,7 @@ def test_an_unsampled_graph_holds_nothing_of_ours(device: str) -> None:
     seen: list[tuple[bool, str]] = []
 
     def backend(module: Any, inputs: Any) -> Any:
-        seen.append((optimizer.samples, "receive" in module.print_readable(print_output=False)))
+        seen.append((optimizer.samples, "torch_compiled_watch" in module.print_readable(print_output=False)))
         return module.forward
 
     optimizer = AdaFisher(mlp(device), TCov=3)
@@ -166,7 +167,7 @@ def test_a_compiled_backward_pass_may_use_its_memory_again(device: str) -> None:
 
     def hand_over(s: Tensor) -> None:
         mine = s.clone()
-        torch.ops.cafin_cupy.receive(torch.zeros(1), kept, mine, tap.key)
+        torch.ops.cafin_cupy.receive(kept, mine, tap.key, 0)
         kept.fill_(7.0)
         mine.fill_(7.0)
 
@@ -232,6 +233,107 @@ def test_a_model_that_ran_compiled_before_is_warned_of(device: str) -> None:
         warnings.simplefilter("error", UserWarning)
         compiled_run(optimizer, compiled, rows(device, 1))
     assert not any(torch.equal(before[f"H of {name}"], H) for name, (H, _) in optimizer.factors().items())
+
+
+def test_no_compiler_replays_a_sampled_step(device: str) -> None:
+    """By a CUDA graph, where the host would not count what is summed."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.utils import get_first_incompatible_cudagraph_node
+
+    seen: list[tuple[bool, bool]] = []
+
+    def backward(graph: Any, inputs: Any) -> Any:
+        seen.append((optimizer.samples, get_first_incompatible_cudagraph_node(graph) is not None))
+        return make_boxed_func(graph.forward)
+
+    optimizer = AdaFisher(mlp(device), TCov=3)
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=backward)
+    compiled_run(optimizer, torch.compile(optimizer.model, backend=backend), rows(device, 5))
+    assert seen == [(True, True), (False, False)]
+
+
+def test_no_compiler_drops_a_layer(device: str) -> None:
+    """As those that split a graph do with what nobody reads."""
+
+    def without_dead_code(graph: Any, inputs: Any) -> Any:
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        return graph.forward
+
+    optimizer = AdaFisher(mlp(device), TCov=3)
+    compiled_run(optimizer, torch.compile(optimizer.model, backend=without_dead_code), rows(device, 4))
+    assert_same(optimizer, run(AdaFisher(mlp(device), TCov=3), rows(device, 4)), 5 * TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_layer_whose_caller_is_not_compiled(backend: str, device: str) -> None:
+    """Dynamo does not follow the forward of a Sequential that is compiled in place: the hook is a graph by itself."""
+    optimizer = AdaFisher(mlp(device), TCov=3)
+    optimizer.model.compile(backend=backend)
+    compiled_run(optimizer, optimizer.model, rows(device, 4))
+    assert_same(optimizer, run(AdaFisher(mlp(device), TCov=3), rows(device, 4)), 5 * TOLERANCE)
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_of_a_compiler() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("CUDA graphs are not emulated")
+    optimizer = AdaFisher(mlp("cuda"), TCov=3)
+    compiled_run(optimizer, torch.compile(optimizer.model, backend="cudagraphs"), rows("cuda", 9))
+    assert_same(optimizer, run(AdaFisher(mlp("cuda"), TCov=3), rows("cuda", 9)), 5 * TOLERANCE)
+
+
+class Repeating(nn.Module):
+    """Calls a layer twice with the same input, which a compiler may take for one call, and computes blocks again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(5, 6), nn.ReLU())
+        self.norm = nn.LayerNorm(6)
+        self.second = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Any = checkpoint(self.first, x, use_reentrant=False)
+        h = self.norm(h) + self.norm(h)
+        h = checkpoint(self.second, h, use_reentrant=False)
+        return self.last(h)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_calls_that_are_alike_and_blocks_that_are_computed_again(backend: str, device: str) -> None:
+    model = Repeating().to(device)
+    optimizer = AdaFisher(copy.deepcopy(model), TCov=2, averaging="paper")
+    compiled_run(optimizer, torch.compile(optimizer.model, backend=backend), rows(device, 4), micro=2)
+    eager = run(AdaFisher(model, TCov=2, averaging="paper"), rows(device, 4), micro=2)
+    assert_same(optimizer, eager, 5 * TOLERANCE)
+
+
+class Remembering(nn.Module):
+    """Changes an object ahead of its layer and behind it, as models of transformers do with their `config`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(5, 3)
+        self.calls, self.kind = 0, ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.fc(x)
+        if not self.kind:
+            self.kind = "doubled"
+        return 2 * y if self.kind == "doubled" else y
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_forward_does_to_objects_is_done(backend: str, device: str) -> None:
+    x = rows(device, 1)[0]
+    optimizer = AdaFisher(Remembering().to(device), TCov=1)
+    model = optimizer.model
+    y = torch.compile(model, backend=backend, fullgraph=True)(x)
+    assert (model.calls, model.kind) == (1, "doubled")
+    near(y, 2 * model.fc(x))
 
 
 def test_an_exported_model_is_no_business_of_the_optimizer() -> None:

@@ -120,11 +120,16 @@ REFUSED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a number": ([{"params": [3]}], ("parameters or names of them", "int")),
     "one number": ([{"params": 3}], ("parameters or names of them", "int")),
     "no list": ({"params": "0.*"}, ("`param_groups` must be a list of dicts",)),
+    "a tensor": (torch.tensor(1.0), ("`param_groups` must be a list of dicts",)),
     "no dict": (["0.*"], ("`param_groups[0]` must be a dict",)),
     "bad lr": ([{"params": "0.*", "lr": -1.0}], ("`param_groups[0]['lr']` must be >= 0",)),
     "bad Lambda": ([{"params": "0.*", "Lambda": 0}], ("`param_groups[0]['Lambda']` must be > 0",)),
     "bad maximize": ([{"params": "0.*", "maximize": "yes"}], ("`param_groups[0]['maximize']` must be True or False",)),
     "betas": ([{"params": "0.*", "betas": (0.9, 0.999)}], ("`param_groups[0]['betas']`", "pass beta=betas[0]")),
+    "eps": ([{"params": "0.*", "eps": 1e-8}], ("`param_groups[0]['eps']`", "damping is called Lambda")),
+    "an option of all": ([{"params": "0.*", "TCov": 5}], ("`param_groups[0]['TCov']`", "one for all groups")),
+    "differentiable": ([{"params": "0.*", "differentiable": True}], ("`param_groups[0]['differentiable']`", "False")),
+    "names of its own": ([{"params": "0.*", "param_names": ["a"]}], ("['param_names']", "model knows the names")),
 }
 
 
@@ -298,6 +303,9 @@ def test_arguments_that_change_nothing(options: dict[str, Any]) -> None:
         ({"amsgrad": True}, ("`amsgrad`", "no second moment")),
         ({"weigth_decay": 0.1}, ("`weigth_decay`", "no such argument")),
         ({"differentiable": True}, ("`differentiable` must be False",)),
+        ({"differentiable": torch.ones(2)}, ("`differentiable` must be True or False",)),
+        ({"foreach": "yes"}, ("`foreach` must be True or False",)),
+        ({"fused": [True]}, ("`fused` must be True or False",)),
         ({"maximize": "yes"}, ("`maximize` must be True or False",)),
     ],
 )

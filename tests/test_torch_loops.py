@@ -212,7 +212,7 @@ def test_no_scheduler_is_forgotten() -> None:
 
 @pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
 @pytest.mark.parametrize("name", MADE)
-@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.filterwarnings("error::UserWarning", "ignore:The epoch parameter")  # SequentialLR in PyTorch 2.6
 def test_every_scheduler_of_torch(name: str, tensor: bool, device: str) -> None:
     """As setting rate and momentum by hand; the rates are those that it gives SGD."""
     batches = rows(device, 6)

@@ -254,6 +254,10 @@ def test_parameters_that_the_other_one_never_updated_start_afresh() -> None:
     assert [optimizer.state[p]["step"] for p in model.parameters()] == [1, 1, 3, 3, 3, 3]
 
 
+def adamw_of_mlp() -> dict[str, Any]:
+    return trained(mlp("cpu"), 1, ADAMS["AdamW"]).state_dict()
+
+
 NO_MOMENTUM: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "SGD": (lambda: trained(mlp("cpu"), 1, lambda m: torch.optim.SGD(m.parameters(), 0.1)).state_dict(), ("exp_avg",)),
     "ours": (lambda: run(AdaFisher(mlp("cpu")), rows("cpu", 1)).state_dict(), ("no factors", "H_D")),
@@ -263,6 +267,14 @@ NO_MOMENTUM: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "groups of nothing": (
         lambda: {"state": {0: {"step": 1, "exp_avg": torch.zeros(7, 5)}}, "param_groups": [{}]},
         ("`param_groups` must be a list of groups",),
+    ),
+    "groups of lists": (
+        lambda: {"state": {0: {"step": 1, "exp_avg": torch.zeros(7, 5)}}, "param_groups": [{"params": [[]]}]},
+        ("`param_groups` must be a list of groups",),
+    ),
+    "tensors for states": (
+        lambda: {**(state := adamw_of_mlp()), "state": {**state["state"], 1: torch.ones(2)}},
+        ("`state[1]` must be a mapping", "Tensor"),
     ),
     "another model": (
         lambda: trained(Ordered(), 1, ADAMS["AdamW"]).state_dict(),

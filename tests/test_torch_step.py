@@ -17,6 +17,8 @@ from torch_helpers import (  # noqa: E402
     TOLERANCE,
     assert_moments,
     assert_same,
+    everything,
+    hook_count,
     images,
     loss_of,
     mlp,
@@ -111,6 +113,25 @@ def test_an_interval_that_unsamples_the_coming_step_drops_its_sums(device: str) 
         optimizer.step()
     for mine, true in zip(a.factors().values(), b.factors().values()):
         assert torch.equal(mine[0], true[0]) and torch.equal(mine[1], true[1])
+
+
+def test_the_number_of_steps_may_be_set(device: str) -> None:
+    """By a script that has replayed a graph of its own, say: whether the coming step is sampled follows the number."""
+    optimizer = run(AdaFisher(mlp(device), TCov=4), rows(device, 1))
+    optimizer.steps = 4
+    before = everything(optimizer)
+    run(optimizer, rows(device, 1))
+    assert not any(torch.equal(before[f"H of {name}"], H) for name, (H, _) in optimizer.factors().items())
+    optimizer.steps = 8
+    loss_of(optimizer.model, rows(device, 1)[0]).backward()
+    optimizer.steps = 9
+    assert hook_count(optimizer.model) == 0
+    before = everything(optimizer)
+    optimizer.step()
+    assert all(torch.equal(before[f"S of {name}"], S) for name, (_, S) in optimizer.factors().items())
+    for bad in (-1, 1.5, "2", None):
+        with refused(optimizer, "`steps` must be a"):
+            optimizer.steps = bad
 
 
 # Gradients

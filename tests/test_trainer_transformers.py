@@ -13,7 +13,7 @@ pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
 from torch import nn  # noqa: E402
-from torch_helpers import assert_same  # noqa: E402
+from torch_helpers import TOLERANCE, assert_same  # noqa: E402
 from transformers import (  # noqa: E402
     BertConfig,
     BertForSequenceClassification,
@@ -111,6 +111,21 @@ def test_trains_as_a_loop_does(tmp_path: Path) -> None:
         ours.step()
         schedule.step()
     assert_same(theirs, ours)
+
+
+def test_compiled_by_the_trainer(tmp_path: Path) -> None:
+    """The models of transformers keep books in their `config` while they are compiled."""
+    optimizers = []
+    for options in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
+        torch._dynamo.reset()
+        model = bert()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0  # compiled code draws other random numbers
+        optimizers.append(AdaFisher(model, **OPTIONS))
+        trainer(optimizers[-1], tmp_path, **options).train()
+    assert every_layer_has_moved(optimizers[1])
+    assert_same(*optimizers, 5 * TOLERANCE)  # sums are taken in another order in compiled code
 
 
 def test_made_by_the_trainer(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import Any
 
-from ..errors import CafinTypeError, refuse
+from ..errors import CafinTypeError, refuse, shown
 
 Shape = tuple[int, ...]
 Three = tuple[int, int, int]  # depth, height, width
@@ -94,7 +94,7 @@ class Layer:
             if not _has_shape(array) and not (name == "bias" and array is None):
                 refuse(type(self).__name__, name, "be an array", type(array).__name__, kind=CafinTypeError)
         if self.name is not None and not isinstance(self.name, str):
-            refuse(type(self).__name__, "name", "be a string or None", repr(self.name), kind=CafinTypeError)
+            refuse(type(self).__name__, "name", "be a string or None", shown(self.name), kind=CafinTypeError)
         self._check(tuple(self.weight.shape))
         if self.bias is not None and math.prod(self.bias.shape) != self.outputs:
             refuse(type(self).__name__, "bias", f"have {self.outputs} elements", f"shape {tuple(self.bias.shape)}")

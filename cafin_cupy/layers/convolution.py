@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ..errors import refuse
+from ..errors import refuse, shown
 from .base import Columns, Layer, Patches, Shape, Three, whole_number
 
 Numbers = int | tuple[int, ...]
@@ -39,7 +39,7 @@ class Convolution(Layer):
         groups = whole_number(self.groups, 1)
         if groups is None or shape[0] % groups:
             name, rule = type(self).__name__, f"be a whole number that divides {self._channels()[0]} = {shape[0]}"
-            refuse(name, "groups", rule, repr(self.groups))
+            refuse(name, "groups", rule, shown(self.groups))
         object.__setattr__(self, "groups", groups)
 
     def _numbers(self, name: str, value: Any, least: int) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ class Convolution(Layer):
         each = tuple(n for n in (whole_number(n, least) for n in given) if n is not None)
         if not len(each) == len(given) == self.axes:
             rule = f"be a whole number >= {least} or {COUNTED[self.axes]}"
-            refuse(type(self).__name__, name, rule, repr(value))
+            refuse(type(self).__name__, name, rule, shown(value))
         return each
 
     def _channels(self) -> tuple[str, str]:

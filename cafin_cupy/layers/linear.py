@@ -8,7 +8,7 @@ from typing import Any
 
 from array_api_compat import array_namespace, device
 
-from ..errors import CafinTypeError, refuse
+from ..errors import CafinTypeError, refuse, shown
 from .base import Columns, Layer, Shape, whole_number
 
 
@@ -103,7 +103,7 @@ class Embedding(Layer):
         place = whole_number(self.padding_idx, -shape[0])
         if place is None or place >= shape[0]:
             refuse(
-                "Embedding", "padding_idx", f"be None or a whole number below V = {shape[0]}", repr(self.padding_idx)
+                "Embedding", "padding_idx", f"be None or a whole number below V = {shape[0]}", shown(self.padding_idx)
             )
         object.__setattr__(self, "padding_idx", place % shape[0])
 

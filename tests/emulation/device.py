@@ -408,8 +408,7 @@ def lend_torch(monkeypatch: Any, devices: int = 1) -> None:
     import torch
 
     from cafin_cupy import arrays
-    from cafin_cupy.adapters import torch as adapter
-    from cafin_cupy.adapters import torch_joining, torch_plan, torch_precision
+    from cafin_cupy.adapters import torch_joining, torch_plan, torch_precision, torch_sampling
 
     look = arrays.torch_view
 
@@ -419,6 +418,6 @@ def lend_torch(monkeypatch: Any, devices: int = 1) -> None:
         return look(tensor, where, name)._replace(device=home)
 
     monkeypatch.setattr(Device, "count", devices)
-    for module in (arrays, adapter, torch_joining, torch_plan, torch_precision):
+    for module in (arrays, torch_joining, torch_plan, torch_precision, torch_sampling):
         monkeypatch.setattr(module, "torch_view", view)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
