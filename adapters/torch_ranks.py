@@ -144,21 +144,28 @@ def meet(optimizer: AdaFisher, sampled: bool) -> None:
 
 
 def _agree(optimizer: AdaFisher, factors: ReducedFactors) -> None:
-    """Once: refuse ranks that differ in what their collectives or their updates follow from."""
-    if factors.agreed:
-        return
-    must = _alike(optimizer, factors)
-    numbers = [zlib.crc32(repr(value).encode()) for value in must.values()]
-    with telling(AGREEMENT, factors.group):
-        same = same_on_all_ranks(numbers, factors.group, factors.H_effective[0].device)
-    if not all(same):
-        what = list(must)[same.index(False)]
+    """Refuse ranks that differ in what their collectives or their updates follow from."""
+    what = _difference(optimizer, factors)
+    if what is not None:
+        factors.difference = None  # the next attempt compares again
         raise BackendError(
             f"step: all {factors.group.size()} ranks must have the same {what}, got others than this rank's on some; "
             "make and load model and optimizer alike on all ranks, or pass dist=False where each trains a model of its "
             "own"
         )
-    factors.agreed = True
+
+
+def _difference(optimizer: AdaFisher, factors: ReducedFactors) -> str | None:
+    """What the ranks do not have in common, None if they are alike: compared once."""
+    if not factors.agreed and factors.difference is None:
+        must = _alike(optimizer, factors)
+        numbers = [zlib.crc32(repr(value).encode()) for value in must.values()]
+        with telling(AGREEMENT, factors.group):
+            same = same_on_all_ranks(numbers, factors.group, factors.H_effective[0].device)
+        factors.agreed = all(same)
+        if not factors.agreed:
+            factors.difference = list(must)[same.index(False)]
+    return factors.difference
 
 
 def _alike(optimizer: AdaFisher, factors: ReducedFactors) -> dict[str, Any]:
@@ -231,12 +238,14 @@ class _Root:
 
     def _over(self) -> None:
         optimizer = self._optimizer()
-        if optimizer is None or not optimizer.samples or not isinstance(optimizer._factors, ReducedFactors):
+        factors = optimizer._factors if optimizer is not None else None
+        if optimizer is None or not isinstance(factors, ReducedFactors):
             return
-        if not optimizer._factors.agreed:  # `step` compares the ranks, as an error here would break the wrapper
+        if replicated(optimizer.model) is None and not _has_gradients(optimizer):
             return
-        if replicated(optimizer.model) is not None or _has_gradients(optimizer):
-            optimizer._factors.start()
+        # `step` tells a difference: an error here would break the wrapper.
+        if _difference(optimizer, factors) is None and optimizer.samples:
+            factors.start()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Root:
         return _Root()

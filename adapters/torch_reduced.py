@@ -53,10 +53,12 @@ class ReducedFactors(Factors):
     Attributes:
         agreed: the ranks have found each other alike since these were made or loaded; else the lengths and the order of
             what they send may differ.
+        difference: what they have found to differ, until a step has told it.
     """
 
     def __init__(self, own: Factors, group: Any, divide_factor: float) -> None:
         self.own, self.group, self.divide_factor, self.agreed = own, group, divide_factor, False
+        self.difference: str | None = None
         self.layers, self.averaging, self.kernels = own.layers, own.averaging, own.kernels
         self.H, self.S, self.skipped = own.H, own.S, own.skipped
         self.H_effective, self.S_effective = own.H_effective, own.S_effective
@@ -94,7 +96,7 @@ class ReducedFactors(Factors):
 
     def load(self, index: int, H: Any, S: Any) -> None:
         super().load(index, H, S)
-        self.agreed = False
+        self.agreed, self.difference = False, None
 
     def hold(self) -> None:
         raise BackendError(

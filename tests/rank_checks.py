@@ -133,7 +133,7 @@ def check_accumulation(rank: int, ranks: int) -> None:
                     with model.no_sync() if quiet else nullcontext():
                         (loss_of(model, part) / 3).backward()
                 optimizer.step()
-        assert len(sent) == 3 + calls, sent  # the first step: agreement, sums, sums with room for layer norms
+        assert len(sent) == 3 + 2 * calls - 1, sent  # agreement, repeat for the length of layer norms, two steps
         assert_law(optimizer, alone, 1e-12)
 
 
@@ -159,11 +159,10 @@ def check_one_collective_on_sampled_steps_within_backward(rank: int, ranks: int)
         for step, x in enumerate(rows("cpu", 9)):
             optimizer.zero_grad()
             loss_of(optimizer.model, x).backward()
-            within = len(sent)
-            optimizer.step()
-            assert within == (len(sent) if step else 0)  # it was started in backward, once the ranks had agreed
             sizes.append(list(sent))
             sent.clear()
+            optimizer.step()
+            assert not sent, step  # it was started in backward
     flat = 2 + 5 + 7 + 7 + 3  # two counts, and H and S sums of two layers
     assert sizes == [[10, flat], [], [], [flat], [], [], [flat], [], []]
 
@@ -347,6 +346,20 @@ def check_stochastic_rounding_draws_the_same_on_all_ranks(rank: int, ranks: int)
     torch.manual_seed(rank)
     optimizer = AdaFisher(model, TCov=2, stochastic_rounding=True, check_every=1)
     train(optimizer, [x.bfloat16() for x in rows("cpu", 3, WHOLE)], rank, ranks)
+
+
+def check_what_one_rank_does_behind_the_backward_pass(rank: int, ranks: int) -> None:
+    """As for a picture of saliency: its gradients are averaged by nobody, and its sums do not count."""
+    optimizer = AdaFisher(replica(mlp("cpu").double()), TCov=1)
+    batches = [x.double() for x in rows("cpu", 3, WHOLE)]
+    for x in batches:
+        optimizer.zero_grad()
+        loss_of(optimizer.model, x.tensor_split(ranks)[rank]).backward()
+        if rank == 0:
+            torch.autograd.grad(optimizer.model.module(x.requires_grad_()).sum(), x)
+        optimizer.step()
+    batches = [x.detach() for x in batches]
+    assert_law(optimizer, train(AdaFisher(mlp("cpu").double(), TCov=1, dist=False), batches, 0, 1), 1e-12)
 
 
 class Heads(nn.Module):

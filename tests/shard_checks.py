@@ -156,7 +156,7 @@ def check_accumulation(rank: int, ranks: int) -> None:
                 within = len(sent)
                 optimizer.step()
         assert within == len(sent)
-        assert len(sent) == 3 + (1 if quiet else 3), sent  # as in DistributedDataParallel
+        assert len(sent) == 3 + 2 * (1 if quiet else 3) - 1, sent  # as in DistributedDataParallel
         assert_law(optimizer, alone)
 
 
