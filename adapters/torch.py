@@ -290,8 +290,8 @@ class AdaFisher(Sampling):
                 return loss
             grad_scale, loss_scale = scales
         sampled = self.samples
-        if sampled:
-            meet(self)
+        if sampled or not self._factors.agreed:
+            meet(self, sampled)
         hypers = checked_hypers(self, "step")  # before a new plan makes state
         if self.error_if_nonfinite:
             check_options(self, "step")

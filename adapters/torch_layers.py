@@ -174,9 +174,11 @@ class _Catch:
     def __init__(self, optimizer: Any, tap: Any, module: nn.Module, kept: Any) -> None:
         self._optimizer, self._tap, self._module, self._kept = optimizer, tap, module, kept  # the first one is weak
 
-    def __call__(self, s: Tensor) -> None:
+    def __call__(self, s: Tensor | None) -> None:
         kept, module, optimizer = self._kept, self._module, self._optimizer()
         if kept is None or optimizer is None:  # a second backward through a freed graph: torch will say so
+            return
+        if s is None:  # from a function that says so of a gradient of zeros, as DistributedDataParallel's
             return
         if not graph_is_kept():
             self._kept = None  # free the input now: the script may hold on to the loss

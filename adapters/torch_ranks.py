@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,14 @@ from cafin_cupy.factors import Factors
 from cafin_cupy.rule import at_least, whole
 
 from .torch_reduced import ReducedFactors, same_on_all_ranks, telling
+from .torch_scalars import SCALARS
 from .torch_shards import is_sharded, mesh_of, named_parameters, sharded, shards
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
 
 CHECK = "the comparison of the ranks' state"
+AGREEMENT = "the comparison of the ranks' models and options"
 _backward_number = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 CHUNK = 1 << 22  # elements whose bits are added up at a time
 
@@ -30,8 +33,8 @@ CHUNK = 1 << 22  # elements whose bits are added up at a time
 def check_dist(where: str, given: Any, model: nn.Module) -> Any:
     """The argument `dist`, or a `CafinError`."""
     if given is None or isinstance(given, bool):
-        wrapped, mesh = replicated(model), sharded(model.parameters())
-        size = mesh.size() if mesh is not None else _size(wrapped.process_group) if wrapped is not None else 1
+        mesh, wrapped = sharded(model.parameters()), _group_of_wrappers(where, model)
+        size = mesh.size() if mesh is not None else _size(wrapped) if wrapped is not None else 1
         if given is False and size > 1:
             got, mend = "False", "leave it out; the ranks would follow different factors and drift apart"
             refuse(where, "dist", "not be False in DistributedDataParallel or fully_shard", got, mend)
@@ -73,6 +76,21 @@ def replicated(model: nn.Module) -> Any:
     return model
 
 
+def _wrappers(model: nn.Module) -> Iterator[DistributedDataParallel]:
+    """Those around the model or within it."""
+    return (module for module in model.modules() if isinstance(module, DistributedDataParallel))
+
+
+def _group_of_wrappers(where: str, model: nn.Module) -> Any:
+    """The group of a model in `DistributedDataParallel`, or of parts of it that are; None if none is."""
+    groups = [wrapper.process_group for wrapper in _wrappers(model)]
+    ranks = [dist.get_process_group_ranks(group) for group in groups]
+    if any(each != ranks[0] for each in ranks):
+        mend = "pass dist=group, or make an optimizer for each part"
+        refuse(where, "model", "be shared by the same ranks in all its DistributedDataParallel", ranks, mend)
+    return groups[0] if groups else None
+
+
 def _size(group: Any) -> int:
     return int(dist.get_world_size(group))
 
@@ -87,8 +105,7 @@ def group_of(optimizer: AdaFisher) -> Any:
     else:
         if not dist.is_initialized():
             return None
-        wrapped = replicated(optimizer.model)
-        given = _group_of_mesh(mesh_of(optimizer)) if wrapped is None else wrapped.process_group
+        given = _group_of_wrappers("step", optimizer.model) or _group_of_mesh(mesh_of(optimizer))
     return given if _size(given) > 1 else None
 
 
@@ -113,22 +130,69 @@ def over_ranks(optimizer: Any, factors: Factors) -> Factors:
     own = factors if reduced is None else reduced.own
     if group is None:
         return own
-    rule = f"TCov {optimizer.TCov}, d {optimizer._divide_factor}"
-    return ReducedFactors(own, group, optimizer._divide_factor or float(_size(group)), rule)
+    return ReducedFactors(own, group, optimizer._divide_factor or float(_size(group)))
 
 
-def meet(optimizer: AdaFisher) -> None:
-    """Ahead of a sampled step: let the sums be those of all ranks that train together by now."""
+def meet(optimizer: AdaFisher, sampled: bool) -> None:
+    """Ahead of a sampled step, and of the first one: let the sums be those of all ranks that train together by now."""
     factors = optimizer._kept_factors = over_ranks(optimizer, optimizer._factors)
     if isinstance(factors, ReducedFactors):
         _refuse_join(optimizer)
-        optimizer._seen.update(index for index, _ in factors.sums())  # also what another rank alone has seen
+        _agree(optimizer, factors)
+        if sampled:
+            optimizer._seen.update(index for index, _ in factors.sums())  # also what another rank alone has seen
+
+
+def _agree(optimizer: AdaFisher, factors: ReducedFactors) -> None:
+    """Refuse ranks that differ in what their collectives or their updates follow from."""
+    what = _difference(optimizer, factors)
+    if what is not None:
+        factors.difference = None  # the next attempt compares again
+        raise BackendError(
+            f"step: all {factors.group.size()} ranks must have the same {what}, got others than this rank's on some; "
+            "make and load model and optimizer alike on all ranks, or pass dist=False where each trains a model of its "
+            "own"
+        )
+
+
+def _difference(optimizer: AdaFisher, factors: ReducedFactors) -> str | None:
+    """What the ranks do not have in common, None if they are alike: compared once."""
+    if not factors.agreed and factors.difference is None:
+        must = _alike(optimizer, factors)
+        numbers = [zlib.crc32(repr(value).encode()) for value in must.values()]
+        with telling(AGREEMENT, factors.group):
+            same = same_on_all_ranks(numbers, factors.group, factors.H_effective[0].device)
+        factors.agreed = all(same)
+        if not factors.agreed:
+            factors.difference = list(must)[same.index(False)]
+    return factors.difference
+
+
+def _alike(optimizer: AdaFisher, factors: ReducedFactors) -> dict[str, Any]:
+    """What ranks must have in common, by the words for it."""
+    scalars = (*SCALARS, "maximize")
+    groups = [
+        [float(group[name]) for name in scalars]
+        + [(optimizer._owners.get(id(p)), p.shape, p.dtype, p.requires_grad) for p in group["params"]]
+        for group in optimizer.param_groups
+    ]
+    return {
+        "layers": [(type(x).__name__, x.label, x.shape, x.H_units, x.S_size) for x in factors.layers],
+        "steps taken": optimizer.steps,
+        "TCov and averaging": (optimizer.TCov, factors.averaging, factors.divide_factor),
+        "parameter groups": groups,
+        "precision, seed and other options": (
+            optimizer._decoupled,
+            optimizer._precision,
+            optimizer._check_every,
+            optimizer.error_if_nonfinite,
+        ),
+    }
 
 
 def _refuse_join(optimizer: AdaFisher) -> None:
     """Refuse a step within `model.join()`: ranks without data answer its collectives, but not ours."""
-    wrapped = replicated(optimizer.model)
-    if wrapped is not None and wrapped._join_config.enable:
+    if any(wrapper._join_config.enable for wrapper in _wrappers(optimizer.model)):
         raise BackendError(
             "step: it must run outside of DistributedDataParallel's join(), as ranks that have run out of data would "
             "not take part in the factors; give all ranks equally many batches (the last ones may be smaller)"
@@ -174,10 +238,14 @@ class _Root:
 
     def _over(self) -> None:
         optimizer = self._optimizer()
-        if optimizer is None or not optimizer.samples or not isinstance(optimizer._factors, ReducedFactors):
+        factors = optimizer._factors if optimizer is not None else None
+        if optimizer is None or not isinstance(factors, ReducedFactors):
             return
-        if replicated(optimizer.model) is not None or _has_gradients(optimizer):
-            optimizer._factors.start()
+        if replicated(optimizer.model) is None and not _has_gradients(optimizer):
+            return
+        # `step` tells a difference: an error here would break the wrapper.
+        if _difference(optimizer, factors) is None and optimizer.samples:
+            factors.start()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Root:
         return _Root()
@@ -223,6 +291,11 @@ def compare_ranks(optimizer: AdaFisher, group: Any) -> None:
     device = next(iter(named.values())).device
     numbers = torch.stack([fingerprint(x).to(device) for x in named.values()]).tolist()
     with telling(CHECK, group):
+        if not all(same_on_all_ranks([zlib.crc32(repr(list(named)).encode())], group, device)):
+            raise CafinError(
+                f"step: all {_size(group)} ranks must have the state of the same parameters and layers, got others "
+                f"than this rank's on some after step {optimizer._steps}; load the last checkpoint on all ranks"
+            )
         same = same_on_all_ranks(numbers, group, device)
     if not all(same):
         first = list(named)[same.index(False)]

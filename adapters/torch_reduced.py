@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -50,17 +49,21 @@ class ReducedFactors(Factors):
         own: the factors of this process, whose arrays these share.
         group: the process group.
         divide_factor: d, what the sum of the ranks' gradients is divided by.
-        rule: what must be the same on all ranks, besides the layers.
+
+    Attributes:
+        agreed: the ranks have found each other alike since these were made or loaded; else the lengths and the order of
+            what they send may differ.
+        difference: what they have found to differ, until a step has told it.
     """
 
-    def __init__(self, own: Factors, group: Any, divide_factor: float, rule: str) -> None:
-        self.own, self.group, self.divide_factor, self._rule = own, group, divide_factor, rule
+    def __init__(self, own: Factors, group: Any, divide_factor: float) -> None:
+        self.own, self.group, self.divide_factor, self.agreed = own, group, divide_factor, False
+        self.difference: str | None = None
         self.layers, self.averaging, self.kernels = own.layers, own.averaging, own.kernels
         self.H, self.S, self.skipped = own.H, own.S, own.skipped
         self.H_effective, self.S_effective = own.H_effective, own.S_effective
         self._units = [layer.H_units or 0 for layer in self.layers]  # room for H sums in the buffer
         self._varying = [index for index, layer in enumerate(self.layers) if layer.H_units is None]
-        self._agreed = False  # the ranks have the same layers and rule
         self._forget()
 
     def _forget(self) -> None:
@@ -90,6 +93,10 @@ class ReducedFactors(Factors):
 
     def flush(self) -> None:
         self.own.flush()
+
+    def load(self, index: int, H: Any, S: Any) -> None:
+        super().load(index, H, S)
+        self.agreed, self.difference = False, None
 
     def hold(self) -> None:
         raise BackendError(
@@ -136,9 +143,8 @@ class ReducedFactors(Factors):
         which nobody averages."""
         if self._flight is not None:
             self._land()
-        local = dict(self.own.sums())
+        self._flight = self._send(dict(self.own.sums()))
         self.own.discard()
-        self._flight = self._send(local)
 
     def _reduce(self) -> None:
         """Wait for the sums of all ranks, once a step. All ranks start equally many collectives: that is decided by
@@ -157,9 +163,6 @@ class ReducedFactors(Factors):
         like = self.H_effective[0]
         wide = any(F.dtype is torch.float64 for F in self.H_effective)
         options: dict[str, Any] = {"dtype": torch.float64 if wide else torch.float32, "device": like.device}
-        with telling(COLLECTIVE, self.group):
-            if not self._agreed:
-                self._agree(like.device)
         zeros = torch.zeros(max(map(max, self._sizes())), **options)
         pieces = [torch.tensor(self._head(local), **options)]
         for index, sizes in enumerate(self._sizes()):
@@ -213,18 +216,6 @@ class ReducedFactors(Factors):
                 seen = RawSums(H[: units[index]].to(F), S.to(F), head[index])
                 total[index] = add_sums(total[index], seen) if index in total else seen
         self._total = total
-
-    def _agree(self, device: torch.device) -> None:
-        """Refuse ranks that differ in their layers or rule: their buffers would not match."""
-        described = [(type(x).__name__, x.label, x.shape, x.H_units, x.S_size) for x in self.layers]
-        number = zlib.crc32(repr((self._rule, self.averaging, described)).encode())
-        if not same_on_all_ranks([number], self.group, device)[0]:
-            raise BackendError(
-                f"step: all {self.group.size()} ranks must have the same layers, TCov and averaging, got others than "
-                "this rank's on some; make model and optimizer alike on all ranks, or pass dist=False where each "
-                "trains a model of its own"
-            )
-        self._agreed = True
 
 
 def same_on_all_ranks(numbers: Sequence[int], group: Any, device: torch.device) -> list[bool]:

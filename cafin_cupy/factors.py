@@ -111,6 +111,8 @@ class Factors:
         """True if sums wait for `update`."""
         raise NotImplementedError
 
+    agreed = True  # with other processes, if there are any
+
     def sums(self) -> list[tuple[int, reference.RawSums]]:
         """(place of a layer, its sums), for all layers that have some. Changes nothing."""
         raise NotImplementedError

@@ -214,6 +214,31 @@ def test_a_function_that_returns_its_parameter_as_gradient(device: str) -> None:
     assert_same(ours, plain)
 
 
+class LeavesOut(torch.autograd.Function):
+    """Passes both on, and says that the loss does not depend on the second."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x.clone(), y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grads[0], None
+
+
+def test_a_layer_whose_output_gradient_is_none_is_not_seen(device: str) -> None:
+    """As behind DistributedDataParallel, where a loss leaves an output out."""
+    torch.manual_seed(0)
+    used, left_out = torch.nn.Linear(5, 3).to(device), torch.nn.Linear(5, 3).to(device)
+    optimizer = AdaFisher(torch.nn.ModuleList([used, left_out]), TCov=1)
+    x = torch.randn(4, 5, device=device)
+    first, second = LeavesOut.apply(used(x), left_out(x))
+    (first.square().mean() + second.square().mean()).backward()
+    optimizer.step()
+    (H, S), (unseen_H, unseen_S) = optimizer.factors().values()
+    assert (H < 1).all() and (S < 1).all() and (unseen_H == 1).all() and (unseen_S == 1).all()
+
+
 def test_momenta_that_share_memory_are_refused(device: str) -> None:
     optimizer, (p, q) = loose(torch.ones(4, device=device), torch.ones(4, device=device))
     step(optimizer, 1)

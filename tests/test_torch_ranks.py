@@ -19,7 +19,7 @@ from cafin_cupy.adapters.torch_ranks import fingerprint
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_on_all_ranks(ranks: int, tmp_path: Path) -> None:
     """One launch for all checks, each of which has a name of its own in the message."""
-    found = launch(ranks, "rank_checks", tmp_path)
+    found = launch(ranks, tmp_path, "rank_checks", "rank_differences")
     failed = {name: said for name, said in found.items() if said}
     assert len(found) > 10 and not failed, "\n".join(f"{name}, {said}" for name, said in failed.items())
 
@@ -27,7 +27,7 @@ def test_on_all_ranks(ranks: int, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.multi_gpu
 def test_on_two_gpus(tmp_path: Path) -> None:
-    found = launch(2, "rank_checks_gpu", tmp_path)
+    found = launch(2, tmp_path, "rank_checks_gpu")
     assert found and not any(found.values()), "".join(found.values())
 
 
@@ -36,10 +36,8 @@ def test_a_rank_that_does_not_come_is_told_with_the_collective(fault: str, tmp_p
     """Whether it has died or hangs: the other one names what it waited for, and its step has changed nothing. A step
     that is not sampled waits for nobody."""
     command = [sys.executable, "-m", "rank_faults", fault, str(tmp_path / "store")]
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment()}
-    ranks = [subprocess.Popen([*command, str(rank)], **options) for rank in range(2)]  # type: ignore[call-overload]
-    said = ranks[0].communicate(timeout=60)[0]
-    ranks[1].communicate("\n", timeout=60)
+    options = {"stdout": subprocess.PIPE, "text": True, "env": environment()}
+    said = subprocess.run(command, timeout=120, **options).stdout  # type: ignore[call-overload]
     step, steps, same, error = said.splitlines()[-1].split("|", 3)
     if fault == "compare":
         assert (step, steps) == ("3", "4")

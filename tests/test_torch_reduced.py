@@ -99,20 +99,31 @@ def test_capture_is_refused(device: str, pair: Pair) -> None:
         optimizer._factors.hold()
 
 
-def test_an_error_of_the_collective_changes_nothing(device: str, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at", ["sending", "waiting"])
+def test_an_error_of_the_collective_changes_nothing(
+    at: str, device: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And the step may be called again, where the other ranks are there again."""
     optimizer, alone = (AdaFisher(small(device), TCov=1, dist=dist) for dist in (None, False))
     x = torch.randn(6, 5, device=device)
     loss_of(optimizer.model, x).backward()
 
-    def fail(self: Pair) -> None:
+    def wait(self: Pair) -> None:
         raise RuntimeError("Connection closed by peer")
+
+    def send(x: Tensor, **options: Any) -> Pair:
+        if "async_op" in options:
+            raise RuntimeError("Connection closed by peer")
+        return pair.all_reduce(x, **options)
 
     with (
         monkeypatch.context() as patch,
         refused(optimizer, "step: the all-reduce of the factors' sums over 2 ranks failed", "Connection closed"),
     ):
-        patch.setattr(Pair, "wait", fail)
+        if at == "sending":
+            patch.setattr(torch_reduced.dist, "all_reduce", send)
+        else:
+            patch.setattr(Pair, "wait", wait)
         optimizer.step()
     optimizer.step()
     assert_same(optimizer, everything(run(alone, [torch.cat([x, x])])), 1e-5)

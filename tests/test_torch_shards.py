@@ -11,6 +11,6 @@ from ranks import launch
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_on_all_ranks(ranks: int, tmp_path: Path) -> None:
     """One launch for all checks, each of which has a name of its own in the message."""
-    found = launch(ranks, "shard_checks", tmp_path)
+    found = launch(ranks, tmp_path, "shard_checks")
     failed = {name: said for name, said in found.items() if said}
     assert len(found) > 10 and not failed, "\n".join(f"{name}, {said}" for name, said in failed.items())
