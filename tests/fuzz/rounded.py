@@ -18,6 +18,9 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[np.float64]]
 compared: Counter[str] = Counter()  # entries that `check` has seen: "all", and those "bounded" by 1 % of their size
 SUMMED = 64  # terms whose roundings add up in full: longer sums are made of parts, and their roundings mostly cancel
+# But not where like terms are added one by one, as NumPy does across strides: all partial sums, on average half of the
+# whole, may then be rounded in one direction, each by half a unit.
+ALIKE = 0.25
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,8 @@ class Rounded:
         value, size = self.value.sum(axis), np.abs(self.value).sum(axis)
         terms = self.value.size // max(1, value.size)
         error = self.error.sum(axis) + terms * self.precision.least
-        return self._made(value, error, min(terms, SUMMED) * size, self._nan.any(axis), self.precision)
+        in_full = min(terms, max(SUMMED, ALIKE * terms))
+        return self._made(value, error, in_full * size, self._nan.any(axis), self.precision)
 
     @property
     def certain(self) -> Array:
