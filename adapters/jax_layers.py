@@ -69,8 +69,8 @@ class Layer:
         """
         return raw_sums(core, h, s)
 
-    def units(self, core: cafin.Layer, h: Shape | None) -> int:
-        """Length of the sums of H; `h`: shape of the input, where known."""
+    def units(self, core: cafin.Layer) -> int:
+        """Length of the sums of H."""
         return core.width
 
 
@@ -218,7 +218,7 @@ class ChannelNorm(Layer):
             h, s = h[None], s[None]
         return raw_sums(core, h, s, self.channels_last)
 
-    def units(self, core: cafin.Layer, h: Shape | None) -> int:
+    def units(self, core: cafin.Layer) -> int:
         return core.shape[0]
 
 
@@ -240,7 +240,7 @@ class LayerNorm(Layer):
             h, s = h[None], s[None]
         return raw_sums(core, h, s)
 
-    def units(self, core: cafin.Layer, h: Shape | None) -> int:
+    def units(self, core: cafin.Layer) -> int:
         return core.shape[0] if self.length is None else self.length
 
 

@@ -76,7 +76,7 @@ class Kernel(NamedTuple):
         return _ptx(self.source, f"{self.name}.cu", architecture())
 
     def _called_back(self, operands: tuple[Any, ...]) -> Any:
-        """As `__call__`, where XLA calls Python, which launches. Slower: 79 to 99 microseconds a call on an H200."""
+        """As `__call__`, where XLA calls Python, which launches."""
         from jax.experimental.buffer_callback import buffer_callback
 
         as_bits = [jax.lax.bitcast_convert_type(x, BITS) if x.dtype == jnp.bfloat16 else x for x in operands]

@@ -56,7 +56,7 @@ class Bound:
 
     @property
     def units(self) -> int:
-        return self.layer.units(self.core, None)
+        return self.layer.units(self.core)
 
     @property
     def uses(self) -> dict[str, Use]:

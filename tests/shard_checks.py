@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_checks import WHOLE, counted, loss_of, plain, train
+from rank_checks import WHOLE, assert_near, counted, loss_of, plain, train
 from ranks import only
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint as dcp
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint as recomputed
-from torch_helpers import Net, Tokens, everything, images, mlp, near, net, rows
+from torch_helpers import Net, Tokens, everything, images, mlp, net, rows
 
 from cafin_cupy import CafinError
 from cafin_cupy.adapters.torch import AdaFisher, AdaFisherW
@@ -28,13 +28,7 @@ def whole(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_law(got: AdaFisher, alone: AdaFisher, tolerance: float = 1e-12) -> None:
-    one, other = whole(everything(got)), everything(alone)
-    assert one.keys() == other.keys()
-    for name, value in other.items():
-        if isinstance(value, Tensor):
-            near(one[name], value, name, tolerance)
-        else:
-            assert one[name] == value, name
+    assert_near(whole(everything(got)), everything(alone), tolerance)
 
 
 def sharded(model: nn.Module, **options: Any) -> nn.Module:
