@@ -27,6 +27,7 @@ from .torch_inference import leaves_inference_mode
 from .torch_internals import global_post_hooks, global_pre_hooks, profiling
 from .torch_joining import join
 from .torch_kinds import register_layer, unregister_layer
+from .torch_parallel import check_team
 from .torch_parts import parts, rates
 from .torch_plan import Plan
 from .torch_ranks import check_dist, check_divide_factor, check_every_of, compare_from_now_on, meet
@@ -172,6 +173,7 @@ class AdaFisher(Sampling):
         self._building = False
         compare_from_now_on(self)
         check_options(self, where)
+        check_team(where, self)
         unowned = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in self._owners]
         warn_without_factors(where, unowned)
         self._attach()

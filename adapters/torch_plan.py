@@ -28,8 +28,9 @@ from .torch_checks import check_place
 from .torch_groups import check_groups
 from .torch_inference import leaves_inference_mode
 from .torch_internals import count_changes
+from .torch_parallel import laid_gradient
 from .torch_precision import master_of, momentum_of, steps_of, written_state
-from .torch_shards import local, local_average, local_gradient, named_parameters, part_of
+from .torch_shards import laid_out_alike, local, local_average, local_gradient, named_parameters, part_of
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -59,7 +60,8 @@ class Plan:
         self.owned: list[Tensor] = [p for _, p in active]
         self.params: list[Tensor] = list(map(local, self.owned))  # this rank's parts, where they are sharded
         self.whole = all(map(is_, self.params, self.owned))
-        self.gradient_of: Callable[[Any], Any] = _GRADIENT if self.whole else local_gradient
+        self.summed = optimizer._team.summed
+        self.gradient_of: Callable[[Any], Any] = _GRADIENT if self.whole else self._local_gradient
         self.average_of: Callable[[Any], Any] = _AVERAGE if self.whole else local_average
         self.names = {id(p): name for name, p in named_parameters(optimizer.model)}
         self.names.update({id(x): self._name(p) for p, x in zip(self.owned, self.params)})
@@ -100,8 +102,9 @@ class Plan:
                 self.launch = SpreadUpdate(layouts, pointers, self.params, devices, at, self.keys)
             elif devices:
                 self.launch = CudaUpdate(layouts, pointers, self.params[0], self.device, at, self.keys)
-        for p, g in zip(self.params, map(self.gradient_of, self.owned)):
-            self._check(p, g)
+        for p, x in zip(self.owned, self.params):
+            if not self._unsummed(p):  # which takes all ranks, and is checked by `gradients`
+                self._check(x, self.gradient_of(p))
         self.kept = optimizer.state
         self.states = states = self._states(optimizer, averages, masters)
         self.in_order = len(self.kept) == len(states)  # no state of a parameter that has left its group
@@ -135,6 +138,13 @@ class Plan:
         self.schedule = CudaSchedule(self.group, steps.data_ptr(), self.params[0], self.device)
         self.numbers = list(range(len(self.params)))
         self.reserve()  # for a script that captures by itself
+
+    def _local_gradient(self, p: Any) -> Tensor | None:
+        """This rank's part of a parameter's gradient."""
+        return laid_gradient(p, p.grad) if self._unsummed(p) else local_gradient(p)
+
+    def _unsummed(self, p: Any) -> bool:
+        return id(p) in self.summed and not laid_out_alike(p)
 
     def _name(self, p: Tensor) -> str:
         return self.names.get(id(p), "params")

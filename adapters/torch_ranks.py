@@ -17,6 +17,7 @@ from cafin_cupy.errors import BackendError, CafinError, CafinTypeError, refuse
 from cafin_cupy.factors import Factors
 from cafin_cupy.rule import at_least, whole
 
+from .torch_parallel import Team
 from .torch_reduced import ReducedFactors, same_on_all_ranks, telling
 from .torch_scalars import SCALARS
 from .torch_shards import is_sharded, mesh_of, named_parameters, sharded, shards
@@ -37,7 +38,8 @@ def check_dist(where: str, given: Any, model: nn.Module) -> Any:
         size = mesh.size() if mesh is not None else _size(wrapped) if wrapped is not None else 1
         if given is False and size > 1:
             got, mend = "False", "leave it out; the ranks would follow different factors and drift apart"
-            refuse(where, "dist", "not be False in DistributedDataParallel or fully_shard", got, mend)
+            rule = "not be False in DistributedDataParallel or fully_shard, or with tensor parallelism"
+            refuse(where, "dist", rule, got, mend)
         return given
     if not dist.is_available() or not isinstance(given, dist.ProcessGroup):
         rule = "be None, True, False or a process group that this rank is in"
@@ -105,18 +107,24 @@ def group_of(optimizer: AdaFisher) -> Any:
     else:
         if not dist.is_initialized():
             return None
-        given = _group_of_wrappers("step", optimizer.model) or _group_of_mesh(mesh_of(optimizer))
+        wrapped = _group_of_wrappers("step", optimizer.model)
+        given = wrapped if wrapped is not None and not optimizer._team.divides else _group_of_mesh(optimizer, wrapped)
     return given if _size(given) > 1 else None
 
 
-def _group_of_mesh(mesh: Any) -> Any:
-    """The ranks that parameters are sharded over, all of which share the batch; all ranks where they are not."""
-    if mesh is None or mesh.size() == dist.get_world_size():
+def _group_of_mesh(optimizer: AdaFisher, wrapped: Any) -> Any:
+    """The ranks that parameters are sharded over, all of which share the batch, and of teams those of all data; all
+    ranks where there are no shards."""
+    mesh, team = mesh_of(optimizer), optimizer._team
+    if mesh is None or (wrapped is None and len(team.others) < 2):
         return dist.group.WORLD
-    if mesh.ndim == 1:
+    ranks = max(1, len(team.ranks)) * (len(team.others) if wrapped is None else _size(wrapped))
+    if ranks == dist.get_world_size():
+        return dist.group.WORLD
+    if mesh.ndim == 1 and not team.divides:
         return mesh.get_group()
     raise BackendError(
-        f"step: a mesh of several dimensions must hold all {dist.get_world_size()} ranks, got {mesh.size()}; pass "
+        f"step: a mesh of several dimensions must hold all {dist.get_world_size()} ranks, got {ranks}; pass "
         "dist=torch.distributed.new_group(ranks of the mesh)"
     )
 
@@ -130,7 +138,9 @@ def over_ranks(optimizer: Any, factors: Factors) -> Factors:
     own = factors if reduced is None else reduced.own
     if group is None:
         return own
-    return ReducedFactors(own, group, optimizer._divide_factor or float(_size(group)))
+    team: Team = optimizer._team
+    losses = _size(group) / max(1, len(team.ranks))
+    return ReducedFactors(own, group, optimizer._divide_factor or losses, team)
 
 
 def meet(optimizer: AdaFisher, sampled: bool) -> None:

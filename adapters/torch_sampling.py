@@ -23,8 +23,10 @@ from .torch_groups import check_groups
 from .torch_inference import leaves_inference_mode
 from .torch_internals import at_end_of_backward, backward_number
 from .torch_layers import attach, find_layers
+from .torch_parallel import Place, Team, settled, team_of
 from .torch_plan import Plan
 from .torch_ranks import attach_to_root, over_ranks
+from .torch_reduced import ReducedFactors
 from .torch_shards import local
 from .torch_wrappers import itself
 
@@ -39,6 +41,7 @@ class Sampling(torch.optim.Optimizer):
     capturable: bool
     _requested: str | None  # backend
     _steps: int
+    _team: Team  # of ranks that compute the model's layers together
 
     def _reset(self) -> None:
         """Forget all that is derived from parameters, state and device."""
@@ -61,6 +64,7 @@ class Sampling(torch.optim.Optimizer):
     def _find_layers(self) -> None:
         self._layers, self._modules, self._kinds = find_layers(self.model)
         self._owners = owners(self._layers)
+        self._team = team_of(self.model)
 
     @property
     def _factors(self) -> Factors:
@@ -158,10 +162,20 @@ class Sampling(torch.optim.Optimizer):
         if self._kept_factors is None:
             self._factors  # noqa: B018
 
-    def _receive(self, index: int, h: Tensor, s: Tensor, layer: Layer | None, at_once: bool = False) -> None:
-        """From backward: a layer's input and output gradient, to be read `at_once` if their memory is used again."""
+    def _receive(
+        self,
+        index: int,
+        h: Tensor,
+        s: Tensor,
+        layer: Layer | None,
+        at_once: bool = False,
+        place: Place | None = None,
+    ) -> None:
+        """From backward: a layer's input and output gradient, to be read `at_once` if their memory is used again. Of a
+        layer that several ranks compute together, this rank's share, and its place."""
         if not self.samples:  # a late backward through a graph of an earlier, sampled step
             return
+        h, s = settled(h), settled(s)
         capturing = h.is_cuda and torch.cuda.is_current_stream_capturing()
         if capturing and not self.capturable:
             raise BackendError(
@@ -172,6 +186,8 @@ class Sampling(torch.optim.Optimizer):
         factors = self._factors
         if capturing:
             factors.hold()
+        if self._team.divides and isinstance(factors, ReducedFactors):
+            factors.place(index, place)
         if factors.kernels:
             h, s = h.resolve_neg(), s.resolve_neg()
             h = h if h.dtype in _READ_BY_KERNELS or not h.is_floating_point() else h.float()
