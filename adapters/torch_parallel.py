@@ -32,6 +32,8 @@ from .torch_shards import data_dims, is_sharded, owned, ranks_of
 if TYPE_CHECKING:
     from .torch import AdaFisher
 
+FEATURED = (Linear, Embedding)  # layers whose S has an entry for each feature of the output, which may be divided
+
 
 class Team(NamedTuple):
     """The ranks that compute one loss together, each its part of the layers.
@@ -77,7 +79,7 @@ def check_team(where: str, optimizer: AdaFisher) -> None:
     for name, module, _, layer in optimizer._modules:
         if id(layer.weight) not in managed or not _divided(layer.weight, managed[id(layer.weight)]):
             continue
-        if isinstance(module, nn.MultiheadAttention) or not isinstance(layer, (Linear, Embedding)):
+        if isinstance(module, nn.MultiheadAttention) or not isinstance(layer, FEATURED):
             kind = type(module).__name__
             mend = "leave it out of the plan, or build it of Linear layers"
             refuse(where, f"model ({name})", "be Linear or Embedding to be divided", kind, mend, CafinTypeError)
@@ -120,11 +122,13 @@ class Place(NamedTuple):
 
     Attributes:
         H, S: the entry of the layer's sums that the first of these is.
+        S_size: the length of the S sums.
         counts: of H, of S, and of the number of rows: False where another rank has the same, and counts it.
     """
 
     H: int
     S: int
+    S_size: int
     counts: tuple[bool, bool, bool]
 
 
@@ -154,17 +158,12 @@ def share_of(layer: Layer, h: Any, s: Any) -> Share:
         differs = [hasattr(x, "dim"), hasattr(y, "dim"), hasattr(x, "dim") and hasattr(y, "dim") and x.dim != along]
         counts = [c and (d or at == 0) for c, d in zip(counts, differs)]
     first_H = 0 if along is None else _first(h, along)
-    first_S = _first(s, s.dim() - 1) if _has_features(layer) else 0
+    first_S = _first(s, s.dim() - 1) if isinstance(layer, FEATURED) else 0
     mine, slope = settled(h), settled(s)
-    if isinstance(layer, (Linear, Embedding)):
+    if isinstance(layer, FEATURED):
         d_in = layer.width if isinstance(layer, Embedding) else mine.shape[-1]
         layer = _part(layer, d_in, slope.shape[-1])
-    return Share(mine, slope, layer, Place(first_H, first_S, (counts[0], counts[1], counts[2])))
-
-
-def _has_features(layer: Layer) -> bool:
-    """True of layers whose S has an entry for each feature of the output, which may be divided."""
-    return isinstance(layer, (Linear, Embedding))
+    return Share(mine, slope, layer, Place(first_H, first_S, layer.S_size, (counts[0], counts[1], counts[2])))
 
 
 def _axis_of_H(layer: Layer, h: Any) -> int | None:
@@ -187,7 +186,7 @@ def _matched(layer: Layer, h: Any, s: Any) -> tuple[Any, Any]:
         cut_h, cut_s = getattr(x, "dim", None), getattr(y, "dim", None)
         if cut_h is not None and cut_h != features_h:  # rows
             x = y = Shard(cut_h)
-        elif cut_s is not None and not (cut_s == features_s and _has_features(layer)):
+        elif cut_s is not None and not (cut_s == features_s and isinstance(layer, FEATURED)):
             x, y = (Shard(cut_s), Shard(cut_s)) if cut_h is None else (Shard(cut_h), Replicate())
         elif cut_h is not None:
             x, y = Shard(cut_h), Replicate()
@@ -201,7 +200,7 @@ def _matched(layer: Layer, h: Any, s: Any) -> tuple[Any, Any]:
 
 def _refuse_cuts(layer: Layer, h: Any, placements: list[Any]) -> None:
     """Refuse inputs cut along an axis that the sums go over in another way than by adding up."""
-    if isinstance(layer, (Linear, Embedding)):
+    if isinstance(layer, FEATURED):
         return
     allowed = {0, _axis_of_H(layer, h)}
     if any(getattr(x, "dim", 0) not in allowed for x in placements):

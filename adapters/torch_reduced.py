@@ -98,7 +98,7 @@ class ReducedFactors(Factors):
     def place(self, index: int, place: Place | None) -> None:
         """Before a call of a layer is accumulated: what its sums are of the whole; None for all of it on every rank of
         the team. Calls of different places, as of other lengths of sequences, are laid into the whole one by one."""
-        place = place or Place(0, 0, (self.team.counts,) * 3)
+        place = place or Place(0, 0, self.layers[index].S_size, (self.team.counts,) * 3)
         if self._places.get(index, place) != place and self.own.pending:
             self._aside = self._seen()
             self.own.discard()
