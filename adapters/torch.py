@@ -28,12 +28,12 @@ from .torch_internals import global_post_hooks, global_pre_hooks, profiling
 from .torch_joining import join
 from .torch_kinds import register_layer, unregister_layer
 from .torch_parallel import check_team
-from .torch_parts import parts, rates
+from .torch_parts import held, over_parts, parts, rates
 from .torch_plan import Plan
 from .torch_ranks import check_dist, check_divide_factor, check_every_of, compare_from_now_on, meet
 from .torch_sampling import Sampling
 from .torch_scalars import check_scaler, checked_hyper, checked_hypers, forget_scale, unscaling, verdict_of_device
-from .torch_shards import check_options, refuse_sharded
+from .torch_shards import check_options
 from .torch_state import copied, go_on_from, take_momentum, take_over, with_factors
 from .torch_warnings import warn_unseen, warn_without_factors
 from .torch_wrappers import itself
@@ -204,11 +204,12 @@ class AdaFisher(Sampling):
     def curvature(self) -> Curvature:
         """{parameter name: extremes and mean of F, and how far a step moves it}, as all is now. Waits when first read.
 
+        Of sharded parameters the ranks add up what each holds, so all must call it, and any may read it.
+
         Raises:
             CafinError: a scalar has been set to what a step would refuse.
         """
-        refuse_sharded("curvature", self)
-        return look(parts(self), self._factors, rates(self, "curvature"))
+        return look(parts(self), self._factors, rates(self, "curvature"), held, over_parts(self))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and what the backward passes that made them have added to the factors' sums."""
@@ -296,7 +297,6 @@ class AdaFisher(Sampling):
             meet(self, sampled)
         hypers = checked_hypers(self, "step")  # before a new plan makes state
         if self.error_if_nonfinite:
-            check_options(self, "step")
             check_finite(self, loss_scale)
         plan = self._plan
         if plan is None:

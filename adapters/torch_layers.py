@@ -148,14 +148,14 @@ class Tap:
         kept = keep(h.detach() if itself else h.detach().clone())
         output.register_hook(_Catch(self._optimizer, receiver or self, module, kept))
 
-    def receive(self, optimizer: Any, module: nn.Module, h: Tensor, s: Tensor) -> None:
+    def receive(self, optimizer: Any, module: nn.Module, h: Tensor, s: Tensor, at_once: bool = False) -> None:
         """From backward."""
         h, s = self.kind.arrange(module, h, s)
         layer, place = self.layer, None
         if is_sharded(h) or is_sharded(s):
-            h, s, layer, place = share_of(layer, h, s)
+            h, s, layer, place = share_of(optimizer._team, layer, h, s)
         try:
-            optimizer._receive(self.index, h, s, layer, place=place)
+            optimizer._receive(self.index, h, s, layer, at_once, place)
         except CafinValueError as error:
             mend = f"if {type(module).__name__} takes or returns something else first, `register_layer` can tell"
             raise CafinValueError(f"{error}; {mend}") from error

@@ -72,6 +72,9 @@ def check_team(where: str, optimizer: AdaFisher) -> None:
     team, chosen = optimizer._team, getattr(optimizer._dist, "group", None)
     if not team.divides:
         return
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in optimizer.model.modules()):
+        mend = "use fully_shard on the other dimension of the mesh"
+        refuse(where, "model", "not have DTensors in DistributedDataParallel", "some", mend, CafinTypeError)
     if chosen is not None and not set(team.ranks) <= set(dist.get_process_group_ranks(chosen)):
         rule, got = f"hold the ranks {list(team.ranks)}, which compute layers together", "others"
         refuse(where, "dist", rule, got, "pass a group of all ranks that train the model")
@@ -142,15 +145,19 @@ class Share(NamedTuple):
 
 
 @torch.no_grad()
-def share_of(layer: Layer, h: Any, s: Any) -> Share:
+def share_of(team: Team, layer: Layer, h: Any, s: Any) -> Share:
     """From backward: the share of a call whose input and output gradient are DTensors.
 
     Raises:
         CafinError: they are divided in a way that the layer's sums do not follow from.
     """
+    what = f"h, s of {layer.label}"
     if not is_sharded(h) or not is_sharded(s) or h.device_mesh != s.device_mesh:
-        got = f"{type(h).__name__} and {type(s).__name__}"
-        refuse("backward", f"h, s of {layer.label}", "both be DTensors of one mesh, or neither", got)
+        rule, got = "both be DTensors of one mesh, or neither", f"{type(h).__name__} and {type(s).__name__}"
+        refuse("backward", what, rule, got)
+    if h.device_mesh.size() != max(1, len(team.ranks)):
+        rule, got = f"lie on the mesh of the model's DTensors, ranks {list(team.ranks)}", str(h.device_mesh)
+        refuse("backward", what, rule, got, "make the optimizer behind parallelize_module")
     h, s = _matched(layer, h, s)
     along = _axis_of_H(layer, h)
     counts = [True, True, True]

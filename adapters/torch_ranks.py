@@ -20,7 +20,7 @@ from cafin_cupy.rule import at_least, whole
 from .torch_parallel import Team
 from .torch_reduced import ReducedFactors, same_on_all_ranks, telling
 from .torch_scalars import SCALARS
-from .torch_shards import is_sharded, mesh_of, named_parameters, sharded, shards
+from .torch_shards import local, mesh_of, named_parameters, part_number, sharded, shards
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -107,18 +107,17 @@ def group_of(optimizer: AdaFisher) -> Any:
     else:
         if not dist.is_initialized():
             return None
-        wrapped = _group_of_wrappers("step", optimizer.model)
-        given = wrapped if wrapped is not None and not optimizer._team.divides else _group_of_mesh(optimizer, wrapped)
+        given = _group_of_wrappers("step", optimizer.model) or _group_of_mesh(optimizer)
     return given if _size(given) > 1 else None
 
 
-def _group_of_mesh(optimizer: AdaFisher, wrapped: Any) -> Any:
-    """The ranks that parameters are sharded over, all of which share the batch, and of teams those of all data; all
-    ranks where there are no shards."""
+def _group_of_mesh(optimizer: AdaFisher) -> Any:
+    """The ranks that `fully_shard` has divided parameters over, all of which share the batch, with their teams; all
+    ranks where it has not."""
     mesh, team = mesh_of(optimizer), optimizer._team
-    if mesh is None or (wrapped is None and len(team.others) < 2):
+    if mesh is None or len(team.others) < 2:
         return dist.group.WORLD
-    ranks = max(1, len(team.ranks)) * (len(team.others) if wrapped is None else _size(wrapped))
+    ranks = max(1, len(team.ranks)) * len(team.others)
     if ranks == dist.get_world_size():
         return dist.group.WORLD
     if mesh.ndim == 1 and not team.divides:
@@ -290,25 +289,28 @@ def _compare(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 @torch.no_grad()
 def compare_ranks(optimizer: AdaFisher, group: Any) -> None:
-    """Compare a hash of parameters, momenta and factors over the ranks.
+    """Compare a hash of parameters, momenta and factors over the ranks; of sharded ones, over those that hold the same
+    part.
 
     Raises:
         CafinError: on every rank, with the first name that differs.
     """
-    named = dict(_state(optimizer))
-    if not named:
+    state = list(_state(optimizer, group))
+    if not state:
         return
-    device = next(iter(named.values())).device
-    numbers = torch.stack([fingerprint(x).to(device) for x in named.values()]).tolist()
+    device = state[0][1].device
+    hashes = torch.stack([fingerprint(x).to(device) for _, x, _, _ in state]).tolist()
+    named = [name for name, _, _, parts in state for _ in range(parts)]
+    numbers = [mine if k == part else None for mine, (_, _, part, parts) in zip(hashes, state) for k in range(parts)]
     with telling(CHECK, group):
-        if not all(same_on_all_ranks([zlib.crc32(repr(list(named)).encode())], group, device)):
+        if not all(same_on_all_ranks([zlib.crc32(repr(named).encode())], group, device)):
             raise CafinError(
                 f"step: all {_size(group)} ranks must have the state of the same parameters and layers, got others "
                 f"than this rank's on some after step {optimizer._steps}; load the last checkpoint on all ranks"
             )
         same = same_on_all_ranks(numbers, group, device)
     if not all(same):
-        first = list(named)[same.index(False)]
+        first = named[same.index(False)]
         raise CafinError(
             f"step: {first} must be the same on all {_size(group)} ranks, got different bits after step "
             f"{optimizer._steps}; load the last checkpoint, and look for what ranks do apart: gradients that are not "
@@ -316,20 +318,22 @@ def compare_ranks(optimizer: AdaFisher, group: Any) -> None:
         )
 
 
-def _state(optimizer: AdaFisher) -> Iterator[tuple[str, Tensor]]:
+def _state(optimizer: AdaFisher, ranks: Any) -> Iterator[tuple[str, Tensor, int, int]]:
+    """(name, what this rank holds, which part that is, of how many) of what several ranks hold."""
     names = {id(p): name for name, p in named_parameters(optimizer.model)}
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if is_sharded(p):  # others hold other parts
+            part, parts = part_number(p)
+            if parts >= _size(ranks):  # nobody else holds it
                 continue
             name = names.get(id(p), "params")
-            yield f"parameter {name}", p
+            yield f"parameter {name}", local(p), part, parts
             for key, value in optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor):
-                    yield f"{key} of {name}", value
+                    yield f"{key} of {name}", local(value), part, parts
     for name, (H, S) in optimizer.factors().items():
-        yield f"H of {name}", H
-        yield f"S of {name}", S
+        yield f"H of {name}", H, 0, 1
+        yield f"S of {name}", S, 0, 1
 
 
 def fingerprint(x: Tensor) -> Tensor:

@@ -110,6 +110,9 @@ class ReducedFactors(Factors):
     def defer(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
         self.own.defer(index, h, s, layer)
 
+    def add(self, index: int, sums: RawSums) -> None:
+        self.own.add(index, sums)
+
     def flush(self) -> None:
         self.own.flush()
 
@@ -257,13 +260,23 @@ class ReducedFactors(Factors):
         self._total = total
 
 
-def same_on_all_ranks(numbers: Sequence[int], group: Any, device: torch.device) -> list[bool]:
-    """Of each number, whether all ranks of the group have the same. One collective; waits for the device."""
-    x = torch.tensor(numbers, dtype=torch.int64, device=device)
-    extremes = torch.cat([x, -x])
+def same_on_all_ranks(numbers: Sequence[int | None], group: Any, device: torch.device) -> list[bool]:
+    """Of each number, whether all ranks of the group that have one have the same; None where this rank has none. One
+    collective; waits for the device."""
+    least = torch.iinfo(torch.int64).min
+    both = [least if x is None else sign * x for sign in (1, -1) for x in numbers]
+    extremes = torch.tensor(both, dtype=torch.int64, device=device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     high, low = extremes.chunk(2)
     return (high == -low).tolist()
+
+
+def least_of_all(collective: str, number: int, group: Any, device: torch.device) -> int:
+    """The least of the ranks' numbers. One collective; waits for the device."""
+    x = torch.tensor(number, device=device)
+    with telling(collective, group):
+        dist.all_reduce(x, op=dist.ReduceOp.MIN, group=group)
+        return int(x)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from cafin_cupy.errors import BackendError
 from cafin_cupy.factors import Factors, make_factors, owners
 from cafin_cupy.interrupts import uninterrupted
 from cafin_cupy.layers import Layer
+from cafin_cupy.reference import RawSums, raw_sums
 from cafin_cupy.rule import Averaging, Hyper, steps_in, whole
 from cafin_cupy.update import ReferenceUpdate
 
@@ -27,7 +28,7 @@ from .torch_parallel import Place, Team, settled, team_of
 from .torch_plan import Plan
 from .torch_ranks import attach_to_root, over_ranks
 from .torch_reduced import ReducedFactors
-from .torch_shards import local
+from .torch_shards import is_sharded, local
 from .torch_wrappers import itself
 
 _READ_BY_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
@@ -192,7 +193,13 @@ class Sampling(torch.optim.Optimizer):
             h, s = h.resolve_neg(), s.resolve_neg()
             h = h if h.dtype in _READ_BY_KERNELS or not h.is_floating_point() else h.float()
             s = s if s.dtype in _READ_BY_KERNELS else s.float()
-        if not at_once and self._defers():
+        home = factors.H[index]
+        if (
+            not factors.kernels and h.device != home.device and is_sharded(self._layers[index].weight)
+        ):  # CPUOffloadPolicy
+            if h.numel() and s.numel():
+                factors.add(index, beside(raw_sums(layer or self._layers[index], h, s), home))
+        elif not at_once and self._defers():
             factors.defer(index, h, s, layer)
         else:
             factors.accumulate(index, h, s, layer)
@@ -241,6 +248,11 @@ class Sampling(torch.optim.Optimizer):
             self._kept_factors.refreshed = False
         if self._taps or waiting or not steps % self._TCov:
             self._attach(waiting)
+
+
+def beside(sums: RawSums, home: Tensor) -> RawSums:
+    """Sums where their layer's factors are."""
+    return RawSums(sums.H.to(home), sums.S.to(home), sums.n)
 
 
 def _detach(taps: list[Any]) -> None:

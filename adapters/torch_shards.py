@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from cafin_cupy.arrays import wraps_others
-from cafin_cupy.errors import BackendError, CafinTypeError, refuse
+from cafin_cupy.errors import CafinTypeError, refuse
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -136,18 +136,19 @@ def check_options(optimizer: AdaFisher, where: str) -> None:
     """Refuse what needs to know all elements of a sharded parameter."""
     if mesh_of(optimizer) is None:
         return
-    if optimizer.error_if_nonfinite:
-        mend = "use a GradScaler, or torch.nn.utils.clip_grad_norm_(error_if_nonfinite=True)"
-        refuse(where, "error_if_nonfinite", "be False with sharded parameters", True, mend)
     if optimizer._precision.begin:
         got, mend = "True", "use master_weights=True; its random numbers follow the place in the whole parameter"
         refuse(where, "stochastic_rounding", "be False with sharded parameters", got, mend)
 
 
-def refuse_sharded(where: str, optimizer: AdaFisher) -> None:
-    """For what looks at whole parameters."""
-    if mesh_of(optimizer) is not None:
-        raise BackendError(f"{where}: parameters must be whole on each rank, got sharded ones; factors() are whole")
+def part_number(p: Any) -> tuple[int, int]:
+    """(number of this rank's part of a parameter, how many parts there are)."""
+    number, parts = 0, 1
+    if is_sharded(p):
+        for x, size, at in zip(p.placements, p.device_mesh.shape, p.device_mesh.get_coordinate()):
+            if hasattr(x, "dim"):
+                number, parts = number * size + at, parts * size
+    return number, parts
 
 
 def place_of(p: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -145,6 +145,7 @@ def check_with_shards(rank: int, ranks: int) -> None:
             assert up.to_local().shape == (HIDDEN // 4, WIDTH)
 
 
+@only(4)
 def check_features_that_the_ranks_do_not_divide(rank: int, ranks: int) -> None:
     """Some ranks have fewer, or none."""
 
@@ -184,6 +185,16 @@ def check_accumulation_over_sequences_of_different_lengths(rank: int, ranks: int
     assert_law(got, alone)
 
 
+@only(2)
+def check_compiled(rank: int, ranks: int) -> None:
+    """Graphs hand over what lies in memory, and the layouts go beside them."""
+    alone = train(AdaFisher(block(), TCov=2, dist=False), data(2))
+    model = parallelize_module(block(), init_device_mesh("cpu", (ranks,)), sequence_plan())
+    model.compile(backend="aot_eager")
+    assert_law(train(AdaFisher(model, TCov=2), data(2)), alone)
+
+
+@only(4)
 def check_activation_checkpointing(rank: int, ranks: int) -> None:
     """What backward needs is computed again, and counts once."""
 
@@ -218,6 +229,7 @@ def check_gradients_that_the_script_averages(rank: int, ranks: int) -> None:
     assert_law(optimizer, alone)
 
 
+@only(4)
 def check_state_dicts(rank: int, ranks: int) -> None:
     """A checkpoint of one process serves a team, and the other way round by torch.distributed.checkpoint."""
     alone = train(AdaFisher(block(), TCov=2, dist=False), data(3))

@@ -322,17 +322,12 @@ def check_what_cannot_be_served_is_refused(rank: int, ranks: int) -> None:
     with pytest.raises(CafinError, match="`model` must have parameters of layers, got FullyShardedDataParallel"):
         AdaFisher(FullyShardedDataParallel(mlp("cpu"), device_id=torch.device("cpu")))
     mesh = init_device_mesh("cpu", (ranks,))
-    with pytest.raises(CafinError, match="MultiheadAttention"):
-        AdaFisher(fully_shard(nn.MultiheadAttention(8, 2)))
     model = fully_shard(mlp("cpu"))
-    for option in ("error_if_nonfinite", "stochastic_rounding"):
-        with pytest.raises(CafinError, match=f"`{option}` must be False with sharded parameters"):
-            AdaFisher(model, **{option: True})
+    with pytest.raises(CafinError, match="`stochastic_rounding` must be False with sharded parameters"):
+        AdaFisher(model, stochastic_rounding=True)
     with pytest.raises(CafinError, match="`dist` must not be False in DistributedDataParallel or fully_shard"):
         AdaFisher(model, dist=False)
     optimizer = AdaFisher(model)
-    with pytest.raises(CafinError, match="curvature: parameters must be whole"):
-        optimizer.curvature()
     loss_of(model, rows("cpu", 1)[0]).backward()
     model[0].weight.grad = model[0].weight.grad.redistribute(mesh, [torch.distributed.tensor.Replicate()])
     with pytest.raises(CafinError, match="be sharded as its parameter"):

@@ -27,7 +27,7 @@ def test_on_all_ranks(ranks: int, tmp_path: Path) -> None:
     """One launch for all checks, each of which has a name of its own in the message."""
     found = launch(ranks, tmp_path, "parallel_checks")
     failed = {name: said for name, said in found.items() if said}
-    assert len(found) > 5 and not failed, "\n".join(f"{name}, {said}" for name, said in failed.items())
+    assert len(found) > 2 and not failed, "\n".join(f"{name}, {said}" for name, said in failed.items())
 
 
 class Team:
