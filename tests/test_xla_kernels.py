@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("jax")
-pytest.importorskip("optax")
 from helpers import (
     CUDA,
     LARGE_IMAGES,
