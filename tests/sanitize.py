@@ -24,13 +24,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from cafin_cupy.runtime import KERNELS
+from cafin_cupy.runtime import IN_XLA, KERNELS
 
 TESTS = Path(__file__).resolve().parent
 # Tests on CuPy arrays that together launch every kernel, at every kind of layer and of number. All would take an hour.
 FILES = (
     *("cuda_factors", "laws", "nonfinite", "odd", "optimizer", "precision", "schedule", "spread", "table"),
-    *("update", "update_mixed"),
+    *("update", "update_mixed", "xla_kernels"),
 )
 # Tests on PyTorch's arrays: they launch nothing of ours that the others do not, and initcheck, which must watch every
 # kernel, takes minutes to load PyTorch's; and it slows with every array there is. Whole trainings launch cuBLAS's,
@@ -38,7 +38,7 @@ FILES = (
 LEFT_OUT = "not torch-cuda and not learns_digits"
 SLOW = ("precision",)
 SLOW_TESTS = " and not many_layers_of_many_sizes and not uploads_behind_a_busy_stream and not refusals_on_the_gpu"
-NAMES = [name for names in KERNELS.values() for name in names]
+NAMES = [name for names in (*KERNELS.values(), IN_XLA) for name in names]
 LAUNCHES = "SANITIZE_LAUNCHES"  # where the plugin writes what was launched
 
 # Of each tool: what is planted for it, as the body of a kernel of 64 threads that writes x, 64 floats, from an array y
