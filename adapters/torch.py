@@ -27,7 +27,7 @@ from .torch_inference import leaves_inference_mode
 from .torch_internals import global_post_hooks, global_pre_hooks, profiling
 from .torch_joining import join
 from .torch_kinds import register_layer, unregister_layer
-from .torch_parallel import check_team
+from .torch_parallel import check_team, refuse_scaler
 from .torch_parts import held, over_parts, parts, rates
 from .torch_plan import Plan
 from .torch_ranks import check_dist, check_divide_factor, check_every_of, compare_from_now_on, meet
@@ -282,6 +282,7 @@ class AdaFisher(Sampling):
             check_capture(self)
         if self._unsure and self.samples:
             self._make_sure()
+        refuse_scaler(self)
         grad_scale = loss_scale = 1.0
         if self._plan is not None and not self._plan.valid(self):
             self._plan = None

@@ -27,7 +27,7 @@ from torch import distributed as dist
 from cafin_cupy.errors import CafinTypeError, refuse
 from cafin_cupy.layers import Embedding, Layer, LayerNorm, Linear, TransposedLinear
 
-from .torch_shards import data_dims, is_sharded, owned, ranks_of
+from .torch_shards import data_dims, is_sharded, laid_out_alike, local_gradient, owned, ranks_of
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -88,6 +88,14 @@ def check_team(where: str, optimizer: AdaFisher) -> None:
             refuse(where, f"model ({name})", "be Linear or Embedding to be divided", kind, mend, CafinTypeError)
 
 
+def refuse_scaler(optimizer: AdaFisher) -> None:
+    """Refuse a step under a `GradScaler`: which ranks see its verdict depends on how the first gradient is laid out,
+    and a team of which one rank alone skips the step would drift apart."""
+    if optimizer._team.divides and getattr(optimizer, "found_inf", None) is not None:
+        mend = "train in bfloat16, which needs none"
+        refuse("step", "GradScaler", "be left out with tensor parallelism", "a step of one", mend)
+
+
 def _divided(p: Any, managed: bool) -> bool:
     """True if the ranks of a team hold different parts of a parameter."""
     return is_sharded(p) and any(hasattr(x, "dim") for x in p.placements[data_dims(p, managed) :])
@@ -101,9 +109,19 @@ def computed_together(optimizer: AdaFisher, layer: Layer) -> bool:
 # Gradients
 
 
-def laid_gradient(p: Any, g: Any) -> Tensor:
-    """This rank's part of a gradient that is not laid out as its parameter. Autograd leaves those of a norm that sees a
-    part of the sequence to be added up, which is one collective for each of them, here as in `torch.optim`."""
+def own_gradient(team: Team, p: Any) -> Tensor | None:
+    """This rank's part of a parameter's gradient."""
+    return _laid_gradient(p, p.grad) if unsummed(team, p) else local_gradient(p)
+
+
+def unsummed(team: Team, p: Any) -> bool:
+    """True if a gradient must be redistributed first, which all ranks of the team must do together."""
+    return id(p) in team.summed and not laid_out_alike(p)
+
+
+def _laid_gradient(p: Any, g: Any) -> Tensor:
+    """Autograd leaves gradients of a norm that sees a part of the sequence to be added up, which is one collective for
+    each of them, here as in `torch.optim`."""
     if not is_sharded(g) or g.device_mesh != p.device_mesh:
         got = f"{type(g).__name__} of {getattr(g, 'device_mesh', 'no mesh')}"
         refuse("step", "gradient", f"be a DTensor of its parameter's mesh, {p.device_mesh}", got, "redistribute it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any
@@ -28,9 +29,9 @@ from .torch_checks import check_place
 from .torch_groups import check_groups
 from .torch_inference import leaves_inference_mode
 from .torch_internals import count_changes
-from .torch_parallel import laid_gradient
+from .torch_parallel import own_gradient, unsummed
 from .torch_precision import master_of, momentum_of, steps_of, written_state
-from .torch_shards import laid_out_alike, local, local_average, local_gradient, named_parameters, part_of
+from .torch_shards import local, local_average, named_parameters, part_of
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -60,8 +61,7 @@ class Plan:
         self.owned: list[Tensor] = [p for _, p in active]
         self.params: list[Tensor] = list(map(local, self.owned))  # this rank's parts, where they are sharded
         self.whole = all(map(is_, self.params, self.owned))
-        self.summed = optimizer._team.summed
-        self.gradient_of: Callable[[Any], Any] = _GRADIENT if self.whole else self._local_gradient
+        self.gradient_of: Callable[[Any], Any] = _GRADIENT if self.whole else partial(own_gradient, optimizer._team)
         self.average_of: Callable[[Any], Any] = _AVERAGE if self.whole else local_average
         self.names = {id(p): name for name, p in named_parameters(optimizer.model)}
         self.names.update({id(x): self._name(p) for p, x in zip(self.owned, self.params)})
@@ -103,7 +103,7 @@ class Plan:
             elif devices:
                 self.launch = CudaUpdate(layouts, pointers, self.params[0], self.device, at, self.keys)
         for p, x in zip(self.owned, self.params):
-            if not self._unsummed(p):  # which takes all ranks, and is checked by `gradients`
+            if not unsummed(optimizer._team, p):  # which takes all ranks, and is checked by `gradients`
                 self._check(x, self.gradient_of(p))
         self.kept = optimizer.state
         self.states = states = self._states(optimizer, averages, masters)
@@ -138,13 +138,6 @@ class Plan:
         self.schedule = CudaSchedule(self.group, steps.data_ptr(), self.params[0], self.device)
         self.numbers = list(range(len(self.params)))
         self.reserve()  # for a script that captures by itself
-
-    def _local_gradient(self, p: Any) -> Tensor | None:
-        """This rank's part of a parameter's gradient."""
-        return laid_gradient(p, p.grad) if self._unsummed(p) else local_gradient(p)
-
-    def _unsummed(self, p: Any) -> bool:
-        return id(p) in self.summed and not laid_out_alike(p)
 
     def _name(self, p: Tensor) -> str:
         return self.names.get(id(p), "params")

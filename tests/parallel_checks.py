@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from cafin_cupy import CafinError
+from cafin_cupy import CafinError, NonFiniteError
 from cafin_cupy.adapters.torch import AdaFisher, AdaFisherW
 from cafin_cupy.adapters.torch_parallel import settled
 
@@ -297,3 +297,38 @@ def check_what_cannot_be_served_is_refused(rank: int, ranks: int) -> None:
         assert not optimizer.steps and all(map(torch.equal, before, map(settled, model.parameters())))
     with pytest.raises(CafinError, match=r"`dist` must hold the ranks \[0, 1.*\], which compute layers together"):
         AdaFisher(model, dist=mine)
+
+
+@only(2)
+def check_clipped_gradients(rank: int, ranks: int) -> None:
+    """And what is decided and measured over the team."""
+    model = parallelize_module(block(), init_device_mesh("cpu", (ranks,)), sequence_plan())
+    got, alone = AdaFisher(model, TCov=1, error_if_nonfinite=True), AdaFisher(block(), dist=False, TCov=1)
+    for x in data(2):
+        for optimizer in (got, alone):
+            optimizer.zero_grad()
+            loss_of(optimizer.model, x).backward()
+            nn.utils.clip_grad_norm_(optimizer.model.parameters(), 0.01)
+            optimizer.step()
+    assert_law(got, alone)
+    assert got.curvature().flat() == pytest.approx(alone.curvature().flat(), rel=1e-11)  # a ratio of long sums
+    loss_of(model, data(1)[0]).backward()
+    if rank == 1:
+        model.first.weight.grad.to_local()[0] = float("nan")
+    with pytest.raises(NonFiniteError, match=r"gradient of first.weight` must be finite"):
+        got.step()
+    assert_law(got, alone)
+
+
+@only(2)
+def check_scalers_are_refused(rank: int, ranks: int) -> None:
+    """PyTorch's would find the inf on one rank alone, as its verdict goes by how the first gradient is laid out."""
+    model = parallelize_module(block(), init_device_mesh("cpu", (ranks,)), sequence_plan())
+    optimizer, scaler = AdaFisher(model, TCov=1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(loss_of(model, data(1)[0])).backward()
+    if rank == 1:
+        model.up.weight.grad.to_local()[0] = float("inf")
+    with pytest.raises(CafinError, match="step: `GradScaler` must be left out with tensor parallelism"):
+        scaler.step(optimizer)
+    assert not optimizer.steps
+    assert_law(optimizer, AdaFisher(block(), dist=False, TCov=1))
