@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from cafin_cupy.parts import Part, Rate, rate
 from .torch_ranks import group_of
 from .torch_reduced import telling
 from .torch_scalars import checked_hypers
-from .torch_shards import local, mesh_of, named_parameters, part_number, part_of
+from .torch_shards import local, mesh_of, named_parameters, part_of
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -71,20 +71,18 @@ def held(part: Part, pair: tuple[Any, Any] | None) -> tuple[Any, Any, tuple[Any,
     return local(part.array), local(part.momentum), own
 
 
-def over_parts(optimizer: AdaFisher) -> Callable[[Sequence[Part], Tensor, slice], Tensor] | None:
-    """What adds columns of a table up that has a line for each parameter, over the ranks that hold its parts; None if
-    all hold the whole."""
+def over_parts(optimizer: AdaFisher) -> Callable[[Tensor], Tensor] | None:
+    """What adds squared norms up over the ranks, for the ratio of two: of one parameter each part is held by equally
+    many ranks, so that cancels. None if all hold the whole."""
     group = group_of(optimizer) if mesh_of(optimizer) is not None else None
     if group is None:
         return None
 
-    def total(found: Sequence[Part], table: Tensor, columns: slice) -> Tensor:
-        times = [group.size() / part_number(part.array)[1] for part in found]  # that a part is held
-        sums = table[:, columns] / torch.tensor(times, dtype=table.dtype).to(table.device)[:, None]
+    def total(squares: Tensor) -> Tensor:
+        squares = squares.contiguous()
         with telling(CURVATURE, group):
-            dist.all_reduce(sums, group=group)
-        table[:, columns] = sums
-        return table
+            dist.all_reduce(squares, group=group)
+        return squares
 
     return total
 

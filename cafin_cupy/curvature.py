@@ -24,7 +24,7 @@ from .parts import Part, Rate
 PIECE_OF_CPU, PIECE_OF_GPU = 2**16, 2**21
 Pair = tuple[Any, Any]
 Held = Callable[[Part, "Pair | None"], tuple[Any, Any, "Pair | None"]]
-Total = Callable[[Sequence[Part], Any, slice], Any]
+Total = Callable[[Any], Any]
 FIELDS = ("min", "max", "mean", "update_ratio", "skipped")
 
 
@@ -80,9 +80,9 @@ def look(
 
     Args:
         held: what this process holds of a part, if others hold the rest.
-        total: adds up over them.
+        total: (k, 2) squared norms of update and parameter -> those of all parts together, or equal multiples of both.
     """
-    lines: dict[int | str, list[tuple[Part, Any]]] = {}
+    lines: dict[int | str, list[tuple[str, Any]]] = {}
     shown = [(part, rate) for part, rate in zip(parts, rates) if part.trains and math.prod(part.array.shape)]
     with np.errstate(all="ignore"):  # NumPy alone warns of 0 / 0, which is not used, and of what diverges
         for part, rate in shown:
@@ -90,15 +90,14 @@ def look(
             array, momentum, own = held(part, pair)
             with at(array):
                 squares = _squares(array, momentum, own, rate)
-                lines.setdefault(where_is(array), []).append((part, _line(part, factors, pair, rate, squares)))
+                lines.setdefault(where_is(array), []).append((part.name, _line(part, factors, pair, rate, squares)))
         blocks = []
         for found in lines.values():
             first = found[0][1]
             with at(first):
                 block = array_namespace(first).stack([line for _, line in found])
-                if total is not None:
-                    block = total([part for part, _ in found], block, slice(3, 5))
-                blocks.append(([part.name for part, _ in found], _ratios(block)))
+                squares = block[:, 3:5] if total is None else total(block[:, 3:5])
+                blocks.append(([name for name, _ in found], _with_ratios(block, squares)))
     return Curvature(blocks, [part.name for part, _ in shown])
 
 
@@ -145,10 +144,10 @@ def _squares(array: Any, momentum: Any, pair: Pair | None, rate: Rate) -> list[A
     return [update, weight]
 
 
-def _ratios(block: Any) -> Any:
+def _with_ratios(block: Any, squares: Any) -> Any:
     """Lines with the ratio of both norms in the place of their squares: (names, fields)."""
     xp = array_namespace(block)
-    update, weight = block[:, 3:4], block[:, 4:5]
+    update, weight = squares[:, :1], squares[:, 1:]
     ratio = xp.where(update == 0, xp.zeros_like(update), xp.sqrt(update / weight))
     return xp.concat([block[:, :3], ratio, block[:, 5:]], axis=1)
 
