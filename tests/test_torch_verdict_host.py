@@ -28,6 +28,7 @@ from torch_helpers import (  # noqa: E402
 from cafin_cupy import BackendError, CafinError  # noqa: E402
 from cafin_cupy.adapters import torch_verdict  # noqa: E402
 from cafin_cupy.adapters.torch import AdaFisher  # noqa: E402
+from cafin_cupy.cuda_update import CudaUpdate  # noqa: E402
 
 
 def iterate(scaled: Scaled, x: Any, bad: bool, device: str, waits: Waits) -> None:
@@ -91,6 +92,24 @@ def test_what_waits_is_the_number_alone(gpu: str) -> None:
     assert len(waits.seen) == 1
     assert queued, "the host has waited for more than the step before"
     assert scaled.optimizer.steps == 3
+
+
+@pytest.mark.gpu
+def test_a_step_without_a_backward_pass_asks_by_itself(gpu: str) -> None:
+    runs = []
+    for reads in READS.values():
+        scaled, waits = Scaled(gpu, TCov=2), Waits()
+        with reads(), waits.counted():
+            scaled.train(rows(gpu, 3), [False] * 3)
+            waits.seen.clear()
+            for p in scaled.model.parameters():
+                p.grad = torch.ones_like(p)
+            waits.doing = "step"
+            scaled.step()
+            assert waits.seen == (["step"] if reads is not host_reads else [])
+            assert scaled.optimizer._unsure == len(waits.seen)
+        runs.append(everything(scaled.optimizer))
+    assert_equal_trees(*runs)
 
 
 @pytest.mark.gpu
@@ -322,6 +341,24 @@ def test_a_failed_step_may_be_tried_again(
                 raised += 1
         attempts.finish(scaled, f"after call {number} has failed")
     assert raised >= 2, f"{raised} of {number} calls have failed"
+
+
+@pytest.mark.gpu
+def test_books_that_are_kept_twice_count_a_step_once(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Ctrl-C comes while they are kept: see `Launch`."""
+    bad = marks("..x.x...")
+    once, again = (Scaled(gpu, TCov=2) for _ in range(2))
+    once.train(rows(gpu, 8), bad)
+    call = CudaUpdate.__call__
+
+    def twice(self: Any, *given: Any) -> None:
+        *given, then = given
+        call(self, *given, lambda: (then(), then()))
+
+    monkeypatch.setattr(CudaUpdate, "__call__", twice)
+    again.train(rows(gpu, 8), bad)
+    assert again.optimizer._unsure == once.optimizer._unsure > 0
+    assert_same(again.optimizer, once.optimizer)
 
 
 @pytest.mark.gpu
