@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from cafin_cupy.backend import requested
+from cafin_cupy.cuda_factors import CudaFactors
 from cafin_cupy.curvature import Curvature, look
 from cafin_cupy.errors import BackendError, refuse
 from cafin_cupy.precision import Precision, checked_seed
 from cafin_cupy.rule import DEFAULT_GAMMA, Averaging, Hyper, flag
 from cafin_cupy.summary import Summary, summarise
+from cafin_cupy.verdict import Verdict
 
 from .torch_capture import RUN_FIRST, CapturedIteration, check_capture
 from .torch_checks import check_callable, check_finite, check_model, check_momenta
@@ -32,9 +34,10 @@ from .torch_parts import held, over_parts, parts, rates
 from .torch_plan import Plan
 from .torch_ranks import check_dist, check_divide_factor, check_every_of, compare_from_now_on, meet
 from .torch_sampling import Sampling
-from .torch_scalars import check_scaler, checked_hyper, checked_hypers, forget_scale, unscaling, verdict_of_device
+from .torch_scalars import check_scaler, checked_hyper, checked_hypers, forget_scale, unscaling
 from .torch_shards import check_options
 from .torch_state import copied, go_on_from, take_momentum, take_over, with_factors
+from .torch_verdict import verdict_of_device
 from .torch_warnings import warn_unseen, warn_without_factors
 from .torch_wrappers import itself
 
@@ -74,7 +77,7 @@ class AdaFisher(Sampling):
             device, where a small launch ahead of the update's counts, and `lr` may be a float32 tensor there. For a
             model on one device.
         grad_scaler: the `GradScaler` in use, needed only if the script calls its `unscale_` before `step`: the factors
-            must know the scale.
+            must know the scale, which is read where the scaler keeps it.
         error_if_nonfinite: `step` looks at the gradients first, and on a sampled step at the layers' raw moments, and
             raises a `NonFiniteError` if one is inf or NaN. It waits for the device then, so not with `capturable`. May
             be changed between steps.
@@ -230,11 +233,12 @@ class AdaFisher(Sampling):
         """Update all parameters that have a gradient, in place, on the current stream.
 
         Under a `GradScaler` the gradients are unscaled on the way, and a step with non-finite gradients changes
-        nothing. On the CUDA backend the update reads that verdict on the device; the host waits for it on sampled
-        steps, where a parameter gets its first gradient, and with `error_if_nonfinite` or a model on several GPUs. A
-        sampled step that changes nothing is sampled again at the next. Without a scaler a gradient that is inf or NaN
-        goes into its own elements of momentum and parameter, as in `torch.optim`. A layer whose raw moments hold a NaN
-        keeps its factors, and `skipped_refreshes` counts it.
+        nothing. On the CUDA backend the kernels read that verdict on the device; the host waits for it where a
+        parameter gets its first gradient, on sampled steps of several ranks, and with `error_if_nonfinite` or a model
+        on several GPUs. A sampled step that changes nothing is sampled again at the next: the next backward pass asks,
+        and waits for that step alone; it asks nothing if all steps are sampled. Without a scaler a gradient that is inf
+        or NaN goes into its own elements of momentum and parameter, as in `torch.optim`. A layer whose raw moments hold
+        a NaN keeps its factors, and `skipped_refreshes` counts it.
 
         Args:
             closure: reevaluates the model and returns the loss.
@@ -280,7 +284,7 @@ class AdaFisher(Sampling):
         capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         if capturing:
             check_capture(self)
-        if self._unsure and self.samples:
+        if self._unsure and self._undecided:
             self._make_sure()
         refuse_scaler(self)
         grad_scale = loss_scale = 1.0
@@ -288,12 +292,13 @@ class AdaFisher(Sampling):
             self._plan = None
         verdict = verdict_of_device(self)  # of a plan that holds: a new one may launch on other devices
         if verdict is None:
+            self._make_sure()
             scales = unscaling(self)
             if scales is None:
                 self._factors.discard()
                 return loss
             grad_scale, loss_scale = scales
-        sampled = self.samples
+        sampled = self._may_sample  # and the device may know better
         if sampled or not self._factors.agreed:
             meet(self, sampled)
         hypers = checked_hypers(self, "step")  # before a new plan makes state
@@ -308,7 +313,7 @@ class AdaFisher(Sampling):
             self._captured.append(plan)  # a replay reads its tables
             plan.expect_capture()
         grads = plan.gradients()
-        refresh = self._refresh(hypers, loss_scale) if sampled else None
+        refresh = self._refresh(hypers, loss_scale, verdict) if sampled else None
         plan.update(self, hypers, grads, grad_scale, refresh, capturing, verdict)
         return loss
 
@@ -331,7 +336,7 @@ class AdaFisher(Sampling):
 
     _watched_step = torch.optim.Optimizer.profile_hook_step(_step)  # calls hooks, and tells the profiler
 
-    def _refresh(self, hypers: list[Hyper], loss_scale: float) -> Callable[[], None] | None:
+    def _refresh(self, hypers: list[Hyper], loss_scale: float, verdict: Verdict | None) -> Callable[[], None] | None:
         """See `Factors.ready`."""
         unseen = [
             name for name, _, index, layer in self._modules if index not in self._seen and layer.weight.grad is not None
@@ -340,7 +345,8 @@ class AdaFisher(Sampling):
         if unseen and not self._warned and moves:  # torch.distributed.checkpoint steps with an lr of 0
             self._warned = True
             warn_unseen(type(self).__name__, unseen)
-        return self._factors.ready(loss_scale)
+        factors = self._factors
+        return factors.ready(loss_scale, verdict) if isinstance(factors, CudaFactors) else factors.ready(loss_scale)
 
     # Checkpoints
 

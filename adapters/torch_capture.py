@@ -122,7 +122,7 @@ def check_capture(optimizer: AdaFisher) -> None:
     elif optimizer.backend != "cuda":
         rule = "run on the CUDA backend to be captured by a CUDA graph"
     elif getattr(optimizer, "found_inf", None) is not None:
-        rule = "be captured without a GradScaler, whose verdict is read on the host"
+        rule = "be captured without a GradScaler, as the host must learn whether the step has happened"
     elif optimizer.error_if_nonfinite:
         rule = "be captured with error_if_nonfinite=False, which a graph cannot wait for"
     if rule is not None:

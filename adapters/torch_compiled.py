@@ -124,7 +124,7 @@ def receiver(key: str) -> tuple[Any, Any, Any] | None:
     if optimizer is None or module is None or not (module.training or optimizer.model.training):
         return None
     optimizer.prepare()
-    return tap, optimizer, module
+    return (tap, optimizer, module) if optimizer._reads() else None
 
 
 @torch.library.custom_op("cafin_cupy::receive", **OPTIONS)

@@ -44,6 +44,13 @@ top_saved_tensors_hooks = _found(torch._C._autograd, "_top_saved_tensors_default
 transforming = _found(torch._C, "_are_functorch_transforms_active", lambda: False)
 is_batched = _found(getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda s: False)
 
+
+def scale_of(scaler: Any) -> Any:
+    """The tensor in which a `GradScaler` has its scale; None without it, and the host asks `get_scale`, which waits."""
+    tell = getattr(scaler, "_get_scale_async", None)
+    return None if tell is None else tell()
+
+
 # True while a model is exported, which is no training (documented since 2.7).
 exporting = _found(torch.compiler, "is_exporting", lambda: False)
 

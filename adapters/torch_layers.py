@@ -191,6 +191,8 @@ class _Catch:
             self._kept = None  # free the input now: the script may hold on to the loss
         if transforming() or is_batched(s):  # many gradients at once, as for a Jacobian: none of them is the loss's
             return
+        if not optimizer._reads():  # before anything is computed for it
+            return
         h = kept if isinstance(kept, Tensor) else kept[0].grad_fn.saved_tensors[0]
         self._tap.receive(optimizer, module, h, s.detach())
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cafin_cupy import forks
 from cafin_cupy.arrays import torch_stream, torch_view
-from cafin_cupy.cuda_update import CudaSchedule, CudaUpdate, Verdict, layout, rate, scalars
+from cafin_cupy.cuda_update import CudaSchedule, CudaUpdate, layout, rate, scalars
 from cafin_cupy.errors import refuse
 from cafin_cupy.interrupts import uninterrupted
 from cafin_cupy.memory import Written, refuse_overlap
@@ -24,6 +24,7 @@ from cafin_cupy.rule import Hyper, steps_in
 from cafin_cupy.spread import SpreadUpdate
 from cafin_cupy.unchanged import Unchanged, traits
 from cafin_cupy.update import gather, matching, place, writable
+from cafin_cupy.verdict import Verdict
 
 from .torch_checks import check_place
 from .torch_groups import check_groups
@@ -32,6 +33,7 @@ from .torch_internals import count_changes
 from .torch_parallel import own_gradient, unsummed
 from .torch_precision import master_of, momentum_of, steps_of, written_state
 from .torch_shards import local, local_average, named_parameters, part_of
+from .torch_verdict import see_whether_refreshed
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -340,17 +342,24 @@ class Plan:
         schedule, steps, stream = self.schedule, optimizer._steps + 1, self._stream()
         assert schedule is not None
         present = [g is not None for g in grads]
+        unsure = optimizer._unsure + 1
+        # If the step is a sampled one and does not happen, so is the next: the host will ask.
+        told = optimizer._readback if optimizer._may_sample and optimizer.TCov > 1 else None
         self.refresh(hypers, grad_scale)
 
         def first() -> None:
             if ahead is not None:
                 ahead()
             schedule(present, stream, verdict or Verdict())
+            if verdict is not None and told is not None:
+                optimizer._told = None  # known again once the step is counted
+                told.start(verdict.skipped, stream)
 
         def counted() -> None:
             count_changes(self.params)
             schedule.updated()
-            optimizer._unsure |= verdict is not None
+            if verdict is not None:
+                optimizer._unsure, optimizer._told = unsure, told
             optimizer._count_steps(steps)
 
         try:
@@ -360,6 +369,8 @@ class Plan:
                 schedule.updated()
             else:
                 schedule.take_back(stream)
+                if verdict is not None:
+                    see_whether_refreshed(optimizer)
             raise
 
     def _stream(self) -> int:

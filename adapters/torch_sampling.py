@@ -18,6 +18,7 @@ from cafin_cupy.layers import Layer
 from cafin_cupy.reference import RawSums, raw_sums
 from cafin_cupy.rule import Averaging, Hyper, steps_in, whole
 from cafin_cupy.update import ReferenceUpdate
+from cafin_cupy.verdict import Readback
 
 from .torch_attention import attach_to_attention
 from .torch_groups import check_groups
@@ -60,7 +61,9 @@ class Sampling(torch.optim.Optimizer):
         self._reference = ReferenceUpdate()
         self._skips: Tensor | None = None  # (1,) int64, on the device: steps that a scaler's verdict has prevented
         self._known_skips = 0
-        self._unsure = False  # there may be more
+        self._unsure: int = 0  # how many steps may not have happened since: each is in `_steps`
+        self._readback: Readback | None = None  # brings `_skips` to the host, and
+        self._told: Readback | None = None  # has been asked to since the last of these steps
 
     def _find_layers(self) -> None:
         self._layers, self._modules, self._kinds = find_layers(self.model)
@@ -96,14 +99,15 @@ class Sampling(torch.optim.Optimizer):
 
     @property
     def steps(self) -> int:
-        """Completed steps. Under a `GradScaler` the device alone knows what it has made of steps that were not sampled:
-        asking then waits for it."""
+        """Completed steps. Under a `GradScaler` the device alone knows what it has made of the last ones: asking then
+        waits for it, behind a sampled step for that step alone."""
         if self._unsure and self._skips is not None:
             optimizer = itself(self)
+            skips = int(self._skips) if self._told is None else self._told.wait()
             with uninterrupted():
-                skips = int(self._skips)
                 optimizer._steps -= skips - self._known_skips
-                optimizer._known_skips, optimizer._unsure = skips, False
+                optimizer._known_skips, optimizer._unsure = skips, 0
+                optimizer._discard_unwanted()
         return self._steps
 
     @steps.setter
@@ -130,17 +134,50 @@ class Sampling(torch.optim.Optimizer):
 
     @property
     def samples(self) -> bool:
-        """True if the next step refreshes the factors."""
-        if self._steps % self._TCov:  # never less than `steps`, which are looked at where this is a multiple
+        """True if the next step refreshes the factors. Waits for the device as `steps`, where it depends on that."""
+        self._make_sure()
+        return self._may_sample
+
+    @property
+    def _may_sample(self) -> bool:
+        """As `samples`, without waiting: False only where it is certain. Completed steps are `_steps`, or up to
+        `_unsure` fewer."""
+        if self._steps // self._TCov == (self._steps - self._unsure - 1) // self._TCov:  # none of these is a multiple
             return False
         return self._kept_factors is None or not self._kept_factors.refreshed
+
+    @property
+    def _undecided(self) -> bool:
+        """True where the host must know more before a backward pass reads the layers: a step that was a sampled one may
+        not have happened, and would be repeated. If other steps may not have, the coming one is sampled or not: then
+        the layers are read, and the device decides."""
+        T, last = self._TCov, self._steps - 1
+        return T > 1 and self._unsure > 0 and last // T > (last - self._unsure) // T
+
+    def _make_sure(self) -> None:
+        """Let the host know whether the coming step is a sampled one."""
+        if self._unsure and self._TCov > 1 and self._may_sample:
+            _ = self.steps
+
+    def _reads(self) -> bool:
+        """True if a backward pass adds to what the coming step averages; False of a late one through the graph of a
+        sampled step that is over. Waits for the device where it must, behind a forward pass: there is work to do."""
+        if self._unsure and self._undecided:
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                raise BackendError(
+                    "backward: a CUDA graph must not capture an iteration of which the device alone knows whether it "
+                    "is a sampled one; read optimizer.samples before the capture"
+                )
+            self._make_sure()
+        return self._may_sample
 
     # Hooks and what they bring
 
     def _attach(self, waiting: bool = False) -> None:
         """Hooks live on sampled steps only; in a compiled model they stay, closed. So they do `waiting` for a model's
-        first call after the optimizer was made or loaded, as that may be the one that is compiled."""
-        sampled = self.samples
+        first call after the optimizer was made or loaded, as that may be the one that is compiled. Where a sampled step
+        may not have happened they stay for another iteration, open, as a forward pass cannot wait for the answer."""
+        sampled = self._may_sample
         wanted = sampled or self._compiled or waiting
         stale = bool(self._gates) and self._gates[0].open is not sampled
         if wanted == bool(self._taps) and not stale:
@@ -174,7 +211,7 @@ class Sampling(torch.optim.Optimizer):
     ) -> None:
         """From backward: a layer's input and output gradient, to be read `at_once` if their memory is used again. Of a
         layer that several ranks compute together, this rank's share, and its place."""
-        if not self.samples:  # a late backward through a graph of an earlier, sampled step
+        if not self._reads():
             return
         h, s = settled(h), settled(s)
         capturing = h.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -232,14 +269,9 @@ class Sampling(torch.optim.Optimizer):
 
     # Counters
 
-    def _make_sure(self) -> None:
-        """Before a step that seems to be a sampled one: steps that did not happen put that off."""
-        _ = self.steps
-        self._discard_unwanted()
-
     def _discard_unwanted(self) -> None:
         """Forget sums that no step will average."""
-        if self._kept_factors is not None and not self.samples:
+        if self._kept_factors is not None and not self._may_sample:
             self._kept_factors.discard()
 
     def _count_steps(self, steps: int, waiting: bool = False) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cafin_cupy.cuda_update import CudaUpdate, Verdict
 from cafin_cupy.errors import CafinError, CafinTypeError, refuse
 from cafin_cupy.rule import Hyper, at_least
 
@@ -20,24 +19,6 @@ if TYPE_CHECKING:
 
 _PLAIN = (float, int)
 _values = itemgetter(*SCALARS, "maximize")
-
-
-def verdict_of_device(optimizer: AdaFisher) -> Verdict | None:
-    """Where a scaler's verdict and scale lie, if the update can read them there and the host need not: on steps that
-    are not sampled, of a model whose update is one launch."""
-    found_inf, plan = getattr(optimizer, "found_inf", None), optimizer._plan
-    if found_inf is None or plan is None or optimizer.samples or optimizer.error_if_nonfinite:
-        return None
-    scale = getattr(optimizer, "grad_scale", None)
-    read = [found_inf] if scale is None else [found_inf, scale]
-    home = plan.params[0].device if isinstance(plan.launch, CudaUpdate) else None
-    if not all(isinstance(x, Tensor) and x.dtype is torch.float32 and x.device == home for x in read):
-        return None
-    if optimizer._skips is None:
-        optimizer._skips = torch.zeros(1, dtype=torch.int64, device=home)
-    if plan.schedule is None:
-        optimizer._plan = None  # the next one counts on the device
-    return Verdict(found_inf.data_ptr(), 0 if scale is None else scale.data_ptr(), optimizer._skips.data_ptr())
 
 
 def unscaling(optimizer: AdaFisher) -> tuple[float, float] | None:

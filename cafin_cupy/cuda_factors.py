@@ -27,6 +27,7 @@ from .rule import Averaging
 from .runtime import Arguments, Launch, prepare
 from .streams import joined
 from .unchanged import Unchanged, version
+from .verdict import Verdict
 
 BATCH_BYTES = 64 << 20  # of arrays that wait for one launch: enough to make little of its start and end
 AVERAGE_BLOCK = 1024  # as in average.cu
@@ -285,7 +286,9 @@ class CudaFactors(Factors):
             S = xp.concat([xp.sum(xp.reshape(S[:weight], (S_groups, -1)), axis=0), S[weight:]])
         return RawSums(H, S, self._sums[index].count)
 
-    def ready(self, grad_scale: float = 1.0) -> Callable[[], None] | None:
+    def ready(self, grad_scale: float = 1.0, verdict: Verdict | None = None) -> Callable[[], None] | None:
+        """See `Factors.ready`. A `verdict` is read on the device: it may keep the factors as they are, though the sums
+        are forgotten, and what counts as refreshed on the host may not be."""
         self.flush()  # which may drop a layer
         seen = [k for k, sums in enumerate(self._sums) if sums.count] if self._taken is None else list(self._taken)
         if not seen:
@@ -294,17 +297,20 @@ class CudaFactors(Factors):
         stream = current_stream(self.H[0], self.device)
         unfolded = self._describe_fold(stream)
         jobs = list(map(self._job, seen))
-        key = [(*job, grad_scale) for job in jobs]
-        if key != self._average_key:
+        if jobs != self._average_key:
             self._average_key = None
             self._average_table = self._writable(self._average_table)
             for row, job in enumerate(jobs):
-                self._average_table.rows[row] = self._average_job(*job, grad_scale)
+                self._average_table.rows[row] = self._average_job(*job)
             self._average_table.upload(stream)
-            self._average_key = key
-        rule = self.averaging
-        after = rule.normalize == "after"
-        self._average_arguments.values[...] = (self._average_table.ptr, rule.keep, rule.add, after, 0)
+            self._average_key = jobs
+        rule, said = self.averaging, verdict or Verdict()
+        missed = said.skipped if said.known >= 0 else 0
+        self._average_arguments.values[...] = (
+            *(self._average_table.ptr, rule.keep, rule.add, grad_scale),
+            *(said.found_inf, said.loss_scale, missed, said.known),
+            *(rule.normalize == "after", 0),
+        )
 
         def refresh() -> None:
             self._fold_now(unfolded, stream)
@@ -325,15 +331,13 @@ class CudaFactors(Factors):
         H_groups, S_groups = self.layers[index].shares
         return index, (h.ptr, h.units, H_groups), (s.ptr, s.units, S_groups), self._sums[index].count
 
-    def _average_job(
-        self, index: int, h: tuple[int, int, int], s: tuple[int, int, int], count: int, grad_scale: float
-    ) -> Any:
+    def _average_job(self, index: int, h: tuple[int, int, int], s: tuple[int, int, int], count: int) -> Any:
         layer = self.layers[index]
         H, H_effective, S, S_effective, skipped = self._pointers[index]
         (h_at, h_units, H_groups), (s_at, s_units, S_groups), tail = h, s, layer.tail
         H_mean, S_mean = layer.mean(count)
         entry = layer.bias_entry(count, h_units)
-        H_units, S_units, S_mean = h_units // H_groups, (s_units - tail) // S_groups, S_mean / grad_scale / grad_scale
+        H_units, S_units = h_units // H_groups, (s_units - tail) // S_groups
         return (
             (h_at, H, H_effective, H_units, layer.H_size, H_groups, 0, H_mean, entry or 0.0),
             (s_at, S, S_effective, S_units, layer.S_size, S_groups, tail, S_mean, 0.0),

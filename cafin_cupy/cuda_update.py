@@ -15,6 +15,7 @@ from .errors import refuse
 from .rounding import step_noise
 from .rule import Hyper, Scalars
 from .runtime import Arguments, Launch, prepare
+from .verdict import Verdict
 
 BLOCK = 256  # as in update.cuh
 TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}  # of parameters and momenta, by the numbers of update_mixed.cu
@@ -203,20 +204,6 @@ class CudaUpdate:
         self._launch(self._arguments, self._blocks, stream, then)
 
 
-class Verdict(NamedTuple):
-    """Addresses of what a loss scaler has found, where the host does not wait for it.
-
-    Attributes:
-        found_inf: float32, not 0 if a gradient is inf or NaN: the step does not happen then.
-        scale: float32, of the gradients; 0 if they are unscaled already.
-        skipped: int64, counts the steps that do not happen.
-    """
-
-    found_inf: int = 0
-    scale: int = 0
-    skipped: int = 0
-
-
 class CudaSchedule:
     """Counters and scalars of a `CudaUpdate` that live on the device, for CUDA graphs and loss scalers: a small launch
     ahead of it."""
@@ -262,7 +249,7 @@ class CudaSchedule:
     def _count(self, first: int, part: Any, verdict: Verdict, by: int, stream: int, then: Callable[[], object]) -> None:
         values = self._arguments.values
         values["present"][: len(part)], values["first"], values["by"] = part, 64 * first, by
-        values["found_inf"], values["scale"], values["skipped"] = verdict
+        values["found_inf"], values["scale"], values["skipped"] = verdict.found_inf, verdict.scale, verdict.skipped
         self._launch(self._arguments, -(-64 * len(part) // BLOCK), stream, then)
 
     def updated(self) -> None:

@@ -57,7 +57,13 @@ Vector = _struct(
     **_fields(_PTR, "sums factor effective"), **_fields(_LONG, "units size groups tail"), **_fields(_REAL, "mean entry")
 )
 AverageJob = _struct(H=Vector, S=Vector, skipped=_PTR, norm=_INT, counted=_INT)
-Average = _struct(jobs=_PTR, keep="f8", add="f8", after=_INT, unused=_INT)
+Average = _struct(
+    jobs=_PTR,
+    **_fields("f8", "keep add grad_scale"),
+    **_fields(_PTR, "found_inf scale missed"),
+    known=_LONG,
+    **_fields(_INT, "after unused"),
+)
 
 Parameter = _struct(
     **_fields(_PTR, "p m master H S"),
@@ -120,6 +126,14 @@ def _staging(size: int, device: int) -> _Piece:
             return piece
     pieces.append(_Piece(size))
     return pieces[-1]
+
+
+def lent(size: int, device: int) -> _Piece:
+    """Pinned memory for one who keeps it, until `busy` is set back; a copy that its event guards may be under way."""
+    with on_device(device), _one_upload:
+        piece = _staging(size, device)
+        piece.busy = True
+    return piece
 
 
 _captured: list[Any] = []  # pinned memory that graphs read, kept for good

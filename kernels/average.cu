@@ -1,13 +1,15 @@
 // Average: raw moments, min-max normalisation and moving average of all factors, one block per layer, one launch.
 //
 //     raw   = sums * mean                 (norm layers: H = sum of squared sums, S = squared sums; counted ones: divided by
-//                                         the total of the H sums)
+//                                         the total of the H sums; S: divided by the loss scale, twice)
 //     x     = normalize(raw)  or  raw     (normalize: +inf -> 1, -inf -> 0, (x - min) / (max - min + 1e-6))
 //     F     = keep * F + add * x
 //     F_eff = F               or  normalize(F)
 //
 // A layer whose raw moments hold a NaN keeps its factors, which an average would never rid of it, and the case is
-// counted. The vectors are short (a layer's widths), so a block walks each of them three times out of the cache.
+// counted. Where a loss scaler has found inf or NaN, the step does not happen and nothing changes: the kernel reads that
+// verdict, and the scale, so that no host waits for them. The vectors are short (a layer's widths), so a block walks
+// each of them three times out of the cache.
 
 #include "common.cuh"
 
@@ -34,7 +36,12 @@ struct AverageJob {
 struct Average {
     const AverageJob* jobs;  // one for each block
     double keep, add;
-    int after;  // 1: normalise after averaging
+    double grad_scale;       // of the loss
+    const float* found_inf;  // 0, or (1), in: not 0 where a scaler has found inf or NaN: the step does not happen then
+    const float* scale;      // 0, or (1), in: of the loss, times grad_scale
+    const i64* missed;       // 0, or (1), in: how many steps have not happened
+    i64 known;               // with another number there, this step is not one that refreshes factors
+    int after;               // 1: normalise after averaging
     int unused;
 };
 
@@ -151,9 +158,21 @@ __device__ inline void follow(const Vector& v, const Raw& raw, const Range<A>& r
     for (i64 k = threadIdx.x; k < v.size; k += THREADS) v.effective[k] = A(scaled(clean(factor[k]), settled));
 }
 
+// True for all blocks alike: what they read changes with no launch but a later one.
+__device__ inline bool keeps_all(const Average& rule) {
+    return (rule.found_inf && *rule.found_inf != 0.0f) || (rule.missed && *rule.missed != rule.known);
+}
+
+// In double: the same bits, whether the host or the device knows the scale.
+__device__ inline A unscaled(A mean, const Average& rule) {
+    const double scale = rule.grad_scale * (rule.scale ? double(*rule.scale) : 1.0);
+    return A(mean / scale / scale);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) average(const Average args) {
     wait_for_previous_launch();
     allow_next_launch();
+    if (keeps_all(args)) return;
     const AverageJob& job = args.jobs[blockIdx.x];
     add_groups(job.H);
     add_groups(job.S);
@@ -161,7 +180,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) average(const Average a
     const A total = norm || job.counted ? block_sum(job.H.sums, job.H.units, norm) : A(1);
     if (job.counted && total == 0) return;  // as if it had not been called
     const A by = job.counted ? total : A(1);
-    const Raw H = {job.H, job.H.mean / by, total, norm, false}, S = {job.S, job.S.mean / by, A(0), false, norm};
+    const Raw H = {job.H, job.H.mean / by, total, norm, false};
+    const Raw S = {job.S, unscaled(job.S.mean, args) / by, A(0), false, norm};
     const Range<A> H_range = block_range<A>(job.H.size, H), S_range = block_range<A>(job.S.size, S);
     if (H_range.broken || S_range.broken) {
         if (threadIdx.x == 0) ++*job.skipped;

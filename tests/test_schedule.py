@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from cafin_cupy import table
-from cafin_cupy.cuda_update import CudaSchedule, Verdict, rate, scalars
+from cafin_cupy.cuda_update import CudaSchedule, rate, scalars
 from cafin_cupy.rule import Hyper
+from cafin_cupy.verdict import Verdict
 
 pytestmark = pytest.mark.gpu
 HYPERS = [Hyper(0.1, 0.9, 1e-3, 0.2, False), Hyper(0.3, 0.5, 1e-2, 0.4, True)]

@@ -6,9 +6,6 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
@@ -17,12 +14,12 @@ torch = pytest.importorskip("torch")
 from faults import FAULTS, Gate, gate  # noqa: E402, F401
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from scaled import Scaled, left, no_waiting  # noqa: E402
 from torch_helpers import (  # noqa: E402
     assert_same,
     either_device,  # noqa: F401
     everything,
     kernels_device,  # noqa: F401
-    loss_of,
     mlp,
     rows,
     run,
@@ -30,55 +27,6 @@ from torch_helpers import (  # noqa: E402
 
 from cafin_cupy import CafinError  # noqa: E402
 from cafin_cupy.adapters.torch import AdaFisher  # noqa: E402
-
-
-class Scaled:
-    """A run under a scaler; its scales are powers of two, so that scaling changes no bits."""
-
-    def __init__(self, device: str, **options: Any) -> None:
-        self.optimizer = AdaFisher(mlp(device), **{"TCov": 3, "weight_decay": 0.1, **options})
-        self.scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=4)
-
-    def backward(self, x: Any, bad: bool) -> None:
-        self.optimizer.zero_grad()
-        self.scaler.scale(loss_of(self.optimizer.model, x)).backward()
-        if bad:
-            self.optimizer.model[2].bias.grad[0] = torch.inf
-
-    def iterate(self, x: Any, bad: bool = False) -> None:
-        self.backward(x, bad)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-    def train(self, xs: list[Any], bad: list[bool]) -> AdaFisher:
-        for x, spoiled in zip(xs, bad):
-            self.iterate(x, spoiled)
-        return self.optimizer
-
-
-@contextmanager
-def no_waiting(device: str) -> Iterator[None]:
-    """No tensor becomes a number of Python."""
-    if device == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        return
-
-    def refuse(*_: Any) -> Any:
-        raise AssertionError("the host waits")
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("item", "tolist", "__float__", "__int__", "__bool__", "__index__"):
-            patch.setattr(torch.Tensor, name, refuse)
-        yield
-
-
-def left(xs: list[Any], bad: list[bool]) -> list[Any]:
-    return [x for x, spoiled in zip(xs, bad) if not spoiled]
-
 
 PATTERNS = {
     "none": "............",
@@ -133,9 +81,9 @@ def test_the_host_does_not_wait_on_unsampled_steps(bad: bool, gpu: str) -> None:
 
 
 @pytest.mark.gpu
-def test_the_host_waits_on_sampled_steps(gpu: str) -> None:
+def test_the_host_waits_where_it_is_told_to(gpu: str) -> None:
     """So what is to notice it is able to."""
-    scaled = Scaled(gpu, TCov=1)
+    scaled = Scaled(gpu, TCov=1, error_if_nonfinite=True)
     scaled.train(rows(gpu, 2), [False] * 2)
     scaled.backward(rows(gpu, 1)[0], False)
     with pytest.raises((AssertionError, RuntimeError)), no_waiting(gpu):

@@ -96,6 +96,9 @@ class Event:
     def __init__(self, disable_timing: bool = False) -> None:
         pass
 
+    def synchronize(self) -> None:
+        pass
+
 
 class Pinned(np.ndarray):
     @property
