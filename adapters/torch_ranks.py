@@ -185,6 +185,7 @@ def _alike(optimizer: AdaFisher, factors: ReducedFactors) -> dict[str, Any]:
             optimizer._decoupled,
             optimizer._precision,
             optimizer._check_every,
+            optimizer._shard_state,
             optimizer.error_if_nonfinite,
         ),
     }
@@ -315,7 +316,7 @@ def _state(optimizer: AdaFisher) -> Iterator[tuple[str, Tensor]]:
             name = names.get(id(p), "params")
             yield f"parameter {name}", p
             for key, value in optimizer.state.get(p, {}).items():
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and not is_sharded(value):
                     yield f"{key} of {name}", value
     for name, (H, S) in optimizer.factors().items():
         yield f"H of {name}", H
