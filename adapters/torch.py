@@ -40,6 +40,7 @@ from .torch_state import copied, go_on_from, take_momentum, take_over, with_fact
 from .torch_verdict import verdict_of_device
 from .torch_warnings import warn_unseen, warn_without_factors
 from .torch_wrappers import itself
+from .torch_zero import check_shard_state, refuse_shared
 
 __all__ = ["AdaFisher", "AdaFisherW", "register_layer", "unregister_layer"]
 
@@ -69,6 +70,9 @@ class AdaFisher(Sampling):
             gradients.
         gradient_divide_factor: what the sum of the ranks' gradients is divided by; None for the number of ranks, as
             wrappers do. 1.0 for a communication hook that adds gradients up.
+        shard_state: each rank keeps momentum and master weights of a part of the rows of each parameter (ZeRO), updates
+            these, and gets the others' by an all-gather. For whole parameters on one GPU of each rank, whose gradients
+            are the same on all; what one process alone has is not divided.
         check_every: compare a hash of parameters, momenta and factors over the ranks on every so many steps, and raise
             a CafinError that names the first that differs; None for never. It waits for the device.
         averaging: "parity" (the public implementation's rule), "paper", or an `Averaging`.
@@ -108,6 +112,7 @@ class AdaFisher(Sampling):
     _dist: Any = None
     _divide_factor: float | None = None
     _check_every: int | None = None
+    _shard_state = False
     _building = False  # torch's constructor is adding the groups
     _loading: Any = None  # the `Checkpoint` that load_state_dict is about to take over
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and the inf verdict to `step`
@@ -139,6 +144,7 @@ class AdaFisher(Sampling):
         differentiable: bool = False,
         gradient_divide_factor: float | None = None,
         check_every: int | None = None,
+        shard_state: bool = False,
         **others: Any,
     ) -> None:
         where = type(self).__name__
@@ -156,6 +162,7 @@ class AdaFisher(Sampling):
         self._dist = check_dist(where, dist, model)
         self._divide_factor = check_divide_factor(where, gradient_divide_factor)
         self._check_every = check_every_of(where, check_every)
+        self._shard_state = check_shard_state(where, shard_state, model, dist, capturable, self._precision)
         self.TCov = TCov
         self.averaging = Averaging.named(averaging, gamma)
         self.model = model
@@ -212,6 +219,7 @@ class AdaFisher(Sampling):
         Raises:
             CafinError: a scalar has been set to what a step would refuse.
         """
+        refuse_shared("curvature", self)
         return look(parts(self), self._factors, rates(self, "curvature"), held, over_parts(self))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -314,7 +322,7 @@ class AdaFisher(Sampling):
             plan.expect_capture()
         grads = plan.gradients()
         refresh = self._refresh(hypers, loss_scale, verdict) if sampled else None
-        plan.update(self, hypers, grads, grad_scale, refresh, capturing, verdict)
+        plan.step(self, hypers, grads, grad_scale, refresh, capturing, verdict)
         return loss
 
     def capture(self, iteration: Callable[[], Any]) -> CapturedIteration:

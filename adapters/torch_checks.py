@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,7 @@ MEND = "call zero_grad() and leave the batch out"
 def check_model(where: str, model: Any) -> None:
     """Refuse what is no module, or one whose parameters cannot be trained."""
     if not isinstance(model, nn.Module):
-        mend = "pass the model itself, not model.parameters(); in place of ZeroRedundancyOptimizer use fully_shard"
+        mend = "pass the model itself, not model.parameters(); shard_state=True replaces ZeroRedundancyOptimizer"
         refuse(where, "model", "be a torch.nn.Module", type(model).__name__, mend, CafinTypeError)
     named = list(model.named_parameters())
     if not named:
@@ -66,6 +67,19 @@ def check_place(name: str, v: View, pair: tuple[Any, Any] | None, kernels: bool)
         refuse("step", name, "stay on a GPU as at the first step", "cpu", "make a new optimizer")
     if kernels and v.dtype not in DTYPES:
         refuse("step", name, f"stay of {', '.join(DTYPES)}, as at the first step", v.dtype, "make a new optimizer")
+
+
+def check_owned(params: Sequence[Any], names: Mapping[int, str]) -> None:
+    """Refuse groups whose parameters something has replaced: their curvature would be 1, and nobody would know.
+
+    Args:
+        params: those that are to be updated.
+        names: of the model's, by identity.
+    """
+    if params and not any(id(p) in names for p in params):
+        got = "others alone, as of a wrapper that lays parameters flat (DeepSpeed's ZeRO)"
+        mend = "use DistributedDataParallel with shard_state=True, or fully_shard"
+        refuse("step", "param_groups", "hold parameters of the model", got, mend)
 
 
 def check_callable(where: str, name: str, value: Any) -> None:

@@ -15,6 +15,7 @@ from .torch_ranks import group_of
 from .torch_reduced import telling
 from .torch_scalars import checked_hypers
 from .torch_shards import local, mesh_of, named_parameters, part_of
+from .torch_zero import homes
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -29,7 +30,7 @@ def parts(optimizer: AdaFisher) -> list[Part]:
     for module in optimizer.model.modules():
         for p in module.parameters(recurse=False):
             holders.setdefault(id(p), type(module).__name__)
-    found = []
+    found, home = [], homes(optimizer)
     for number, group in enumerate(optimizer.param_groups):
         for k, p in enumerate(group["params"]):
             momentum = optimizer.state.get(p, {}).get("exp_avg")
@@ -43,7 +44,7 @@ def parts(optimizer: AdaFisher) -> list[Part]:
                 trains, note = False, "no gradient so far"
             layer = optimizer._layers[index] if place else None
             name = names.get(id(p), f"param_groups[{number}][{k}]")
-            given = p.detach(), momentum, trains, layer, index, role, note, optimizer._precision
+            given = p.detach(), momentum, trains, layer, index, role, note, optimizer._precision, local(home(p)).numel()
             found.append(Part(name, *given))
     return found
 

@@ -26,7 +26,7 @@ from cafin_cupy.unchanged import Unchanged, traits
 from cafin_cupy.update import gather, matching, place, writable
 from cafin_cupy.verdict import Verdict
 
-from .torch_checks import check_place
+from .torch_checks import check_owned, check_place
 from .torch_groups import check_groups
 from .torch_inference import leaves_inference_mode
 from .torch_internals import count_changes
@@ -34,6 +34,7 @@ from .torch_parallel import own_gradient, unsummed
 from .torch_precision import master_of, momentum_of, steps_of, written_state
 from .torch_shards import local, local_average, named_parameters, part_of
 from .torch_verdict import see_whether_refreshed
+from .torch_zero import Shares, homes, shared_by
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -64,9 +65,16 @@ class Plan:
         self.params: list[Tensor] = list(map(local, self.owned))  # this rank's parts, where they are sharded
         self.whole = all(map(is_, self.params, self.owned))
         self.gradient_of: Callable[[Any], Any] = _GRADIENT if self.whole else partial(own_gradient, optimizer._team)
-        self.average_of: Callable[[Any], Any] = _AVERAGE if self.whole else local_average
+        group, home = shared_by(optimizer), homes(optimizer)
+        divided = list(map(home, self.owned))  # as their state is
+        joining = [p for _, p in every if p.requires_grad or p in optimizer.state]
+        self.shares = None if group is None else Shares(group, self.owned, joining, home)
+        self.parts = self.params if self.shares is None else self.shares.parts  # what this rank updates
+        self.average_of: Callable[[Any], Any] = local_average if self.shares or not self.whole else _AVERAGE
         self.names = {id(p): name for name, p in named_parameters(optimizer.model)}
+        check_owned(self.owned, self.names)
         self.names.update({id(x): self._name(p) for p, x in zip(self.owned, self.params)})
+        self.names.update({id(x): self._name(p) for p, x in zip(self.owned, self.parts)})
         views = [torch_view(p, "step", self._name(p)) for p in self.params]
         factors = optimizer._factors
         written = [(self._name(p), v) for p, v in zip(self.params, views)]
@@ -78,19 +86,20 @@ class Plan:
         self.pairs = [
             pl and (factors.of_weight(pl[0]) if pl[1] == "weight" else factors.of_bias(pl[0])) for pl in places
         ]
-        self.pairs = [pair and part_of(pair, p, self._name(p)) for pair, p in zip(self.pairs, self.owned)]
-        for v, pair, (name, _) in zip(views, self.pairs, written):
+        self.pairs = [pair and part_of(pair, p, self._name(x)) for pair, p, x in zip(self.pairs, divided, self.owned)]
+        shares = [torch_view(p, "step", self._name(p)) for p in self.parts]
+        for v, pair, (name, _) in zip(shares, self.pairs, written):
             check_place(name, v, pair, factors.kernels)
         self.precision = optimizer._precision
         self.launch: CudaUpdate | SpreadUpdate | None = None
         self.begun = [steps_of(optimizer, p, self._name(p)) for p in self.owned]
-        averages = [momentum_of(optimizer, p, self._name(p)) for p in self.owned]
-        masters = [master_of(optimizer, p, self._name(p)) for p in self.owned]
+        averages = [momentum_of(optimizer, p, x, self._name(p)) for p, x in zip(self.owned, divided)]
+        masters = [master_of(optimizer, p, x, self._name(p)) for p, x in zip(self.owned, divided)]
         numbers = {id(p): number for number, (_, p) in enumerate(every)}
         self.keys = [numbers[id(p)] for p in self.owned]
         if factors.kernels:
             layouts, pointers = [], []
-            for p, v, pair, average in zip(self.params, views, self.pairs, averages):
+            for p, v, pair, average in zip(self.parts, shares, self.pairs, averages):
                 columns = pair[0].numel() if pair else 0
                 layouts.append(layout("step", self._name(p), v, columns, dtype_name(average.dtype)))
                 pointers.append((pair[0].data_ptr(), pair[1].data_ptr()) if pair else (0, 0))
@@ -116,8 +125,8 @@ class Plan:
         others = [torch_view(x, "step", "state") for x in (*self.averages, *self._their_masters(states))]
         self.written = Written([*views, *others])
         self.sizes = np.array([v.extent[1] - v.extent[0] for v in views], np.uint64)  # in bytes
-        self.p, self.m = list(map(_ADDRESS, self.params)), list(map(_ADDRESS, self.averages))
-        self.addresses = [*self.p, *self.m, *map(_ADDRESS, self._their_masters(states))]
+        self.p, self.m = list(map(_ADDRESS, self.parts)), list(map(_ADDRESS, self.averages))
+        self.addresses = [*map(_ADDRESS, self.params), *self.m, *map(_ADDRESS, self._their_masters(states))]
         self.traits = traits(self.params)
         self.unchanged = Unchanged(self.params).check
         self.fitting: Callable[..., bool] | None = None  # knows gradients that can be used as they are
@@ -275,6 +284,15 @@ class Plan:
         steps = [t + (g is not None) for t, g in zip(steps, grads)]
         return *gather([(number, max(1, t)) for number, t in zip(self.group, steps)]), steps
 
+    def step(self, *arguments: Any) -> None:
+        """`update`; where ranks divide the state, each of its rows, which all then send each other."""
+        if self.shares is None:
+            self.update(*arguments)
+            return
+        with uninterrupted():  # the others wait for what has been updated
+            self.update(*arguments)
+            self.shares.exchange()
+
     def update(
         self,
         optimizer: AdaFisher,
@@ -318,7 +336,8 @@ class Plan:
             if ahead is not None:
                 ahead()
             averages = map(self.average_of, states)
-            every = zip(self.params, grads, averages, self.pairs, which, self.masters, self.keys)
+            mine = grads if self.shares is None else self.shares.of(grads)
+            every = zip(self.parts, mine, averages, self.pairs, which, self.masters, self.keys)
             for p, g, average, pair, kind, master, key in every:
                 if g is not None:
                     number, t = kinds[kind]
@@ -392,6 +411,8 @@ class Plan:
             addresses = list(map(_ADDRESS, grads))  # type: ignore[arg-type]
         else:
             addresses = [g.data_ptr() if g is not None else 0 for g in grads]
+        if self.shares is not None:
+            addresses = self.shares.addresses(addresses)
         self.launch(self.p, addresses, self.m, sets, which, self._stream(), ahead, counted)
 
     def refresh(self, hypers: list[Hyper], grad_scale: float = 1.0) -> None:

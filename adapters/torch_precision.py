@@ -13,7 +13,7 @@ from cafin_cupy.errors import CafinTypeError, refuse
 from cafin_cupy.precision import Precision, dtype_name, momenta_of
 from cafin_cupy.rule import steps_in
 
-from .torch_shards import local
+from .torch_shards import laid_out, local
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -47,27 +47,28 @@ def steps_of(optimizer: AdaFisher, p: Tensor, name: str) -> int:
     return steps_in("step", f"step of {name}", state_of(optimizer, p, name).get("step", 0))
 
 
-def momentum_of(optimizer: AdaFisher, p: Tensor, name: str) -> Tensor:
-    """The momentum of a parameter. A new one is not yet in the state, as memory may run out for the next."""
+def momentum_of(optimizer: AdaFisher, p: Tensor, home: Tensor, name: str) -> Tensor:
+    """The momentum of a parameter, divided over ranks as `home` is. A new one is not yet in the state, as memory may
+    run out for the next."""
     average: Tensor | None = state_of(optimizer, p, name).get("exp_avg")
     if average is None:
-        return new_momentum(p, optimizer._precision, "step", name)
+        return new_momentum(home, optimizer._precision, "step", name)
     possible = momenta_of(dtype_name(p.dtype))
     if optimizer._factors.kernels and dtype_name(average.dtype) not in possible:  # they write no others
         refuse("step", f"momentum of {name}", f"be {' or '.join(possible)}", average.dtype, "convert it to float32")
-    return _beside(p, name, average, "momentum")
+    return _beside(home, name, average, "momentum")
 
 
-def master_of(optimizer: AdaFisher, p: Tensor, name: str) -> Tensor | None:
+def master_of(optimizer: AdaFisher, p: Tensor, home: Tensor, name: str) -> Tensor | None:
     """The master of a parameter, None if it has none; as `momentum_of`."""
     if not optimizer._precision.has_master(dtype_name(p.dtype)):
         return None
     master: Tensor | None = state_of(optimizer, p, name).get("master")
     if master is None:
-        return new_master(p)
+        return new_master(home)
     if master.dtype is not torch.float32:
         refuse("step", f"master of {name}", "stay float32", master.dtype, "convert it to float32")
-    return _beside(p, name, master, "master")
+    return _beside(home, name, master, "master")
 
 
 def written_state(
@@ -93,4 +94,5 @@ def _beside(p: Tensor, name: str, x: Tensor, kind: str) -> Tensor:
         rule = f"stay of shape {tuple(x.shape)} on {x.device}, as its {kind} is"
         mend = "make a new optimizer, or move the model before the first step"
         refuse("step", name, rule, f"{tuple(p.shape)} on {p.device}", mend)
+    x = laid_out("step", f"{kind} of {name}", p, x)  # the process group may have come or gone
     return x if x.stride() == p.stride() else torch.empty_like(p, dtype=x.dtype, requires_grad=False).copy_(x)

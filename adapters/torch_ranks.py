@@ -194,6 +194,7 @@ def _alike(optimizer: AdaFisher, factors: ReducedFactors) -> dict[str, Any]:
             optimizer._decoupled,
             optimizer._precision,
             optimizer._check_every,
+            optimizer._shard_state,
             optimizer.error_if_nonfinite,
         ),
     }
@@ -329,8 +330,8 @@ def _state(optimizer: AdaFisher, ranks: Any) -> Iterator[tuple[str, Tensor, int,
             name = names.get(id(p), "params")
             yield f"parameter {name}", local(p), part, parts
             for key, value in optimizer.state.get(p, {}).items():
-                if isinstance(value, Tensor):
-                    yield f"{key} of {name}", local(value), part, parts
+                if isinstance(value, Tensor) and (here := part_number(value))[1] < _size(ranks):
+                    yield f"{key} of {name}", local(value), *here
     for name, (H, S) in optimizer.factors().items():
         yield f"H of {name}", H, 0, 1
         yield f"S of {name}", S, 0, 1

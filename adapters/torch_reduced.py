@@ -280,7 +280,7 @@ def least_of_all(collective: str, number: int, group: Any, device: torch.device)
 
 
 @contextmanager
-def telling(collective: str, group: Any) -> Iterator[None]:
+def telling(collective: str, group: Any, mend: str = "") -> Iterator[None]:
     """Name the collective in torch's errors, which know only of bytes and ports."""
     try:
         yield
@@ -290,5 +290,5 @@ def telling(collective: str, group: Any) -> Iterator[None]:
         text = " ".join(str(error).split())
         raise BackendError(
             f"step: {collective} over {group.size()} ranks failed on rank {group.rank()}; another rank has died, or "
-            f"did not come to this step within the time of the process group ({type(error).__name__}: {text})"
+            f"did not come to this step within the time of the process group ({type(error).__name__}: {text}){mend}"
         ) from error

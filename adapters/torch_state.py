@@ -21,6 +21,7 @@ from .torch_ranks import compare_from_now_on
 from .torch_scalars import checked_hyper
 from .torch_shards import is_sharded, laid_out
 from .torch_warnings import warn_not_stored
+from .torch_zero import homes
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -36,7 +37,7 @@ KEYS = ("state", "param_groups", "H_D", "S_D", "steps")
 ENTRY = ("step", "exp_avg")  # of a parameter that has momentum
 KEPT = (
     *("model", "_TCov", "averaging", "_steps", "capturable", "grad_scaler", "error_if_nonfinite", "_requested"),
-    *("_precision", "_seed", "_dist", "_divide_factor", "_check_every"),
+    *("_precision", "_seed", "_dist", "_divide_factor", "_check_every", "_shard_state"),
 )
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -47,9 +48,9 @@ def with_factors(optimizer: AdaFisher, state: dict[str, Any]) -> dict[str, Any]:
     if optimizer.steps or entries:  # an entry for each parameter, so that none can be lost without notice
         indices = [index for group in state["param_groups"] for index in group["params"]]
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        precision = optimizer._precision
+        precision, home = optimizer._precision, homes(optimizer)
         state["state"] = {
-            index: _entry(index, entries.get(index), p, precision) for index, p in zip(indices, parameters)
+            index: _entry(index, entries.get(index), home(p), precision) for index, p in zip(indices, parameters)
         }
     factors = optimizer._factors
     state["H_D"] = [factors.H[index] for _, _, index, _ in optimizer._modules]
@@ -179,6 +180,7 @@ def take_momentum(optimizer: AdaFisher, given: Any) -> None:
         mend = "make both with the same groups, or the other one with model.named_parameters()"
         refuse(where, "param_groups", f"hold {own} parameters", lengths, mend)
     entries: dict[Tensor, dict[str, Any]] = {}
+    home = homes(optimizer)
     for index, p in zip(indices, every):
         name, entry = f"state[{index!r}]", given["state"].get(index, {})
         _mapping(name, entry, (), mend, where)
@@ -186,8 +188,8 @@ def take_momentum(optimizer: AdaFisher, given: Any) -> None:
             _mapping(name, entry, ENTRY, mend, where)
             count = steps_in(where, f"{name}['step']", entry["step"])
             _momentum_of(where, f"{name}['exp_avg']", entry["exp_avg"], p)
-            average = laid_out(where, f"{name}['exp_avg']", p, entry["exp_avg"])
-            entries[p] = {"step": count, "exp_avg": _momentum(p, average, optimizer._precision)}
+            average = laid_out(where, f"{name}['exp_avg']", home(p), entry["exp_avg"])
+            entries[p] = {"step": count, "exp_avg": _momentum(home(p), average, optimizer._precision)}
     optimizer.state.update(entries)
 
 
@@ -263,6 +265,7 @@ def _checked_state(optimizer: AdaFisher, state: Any, groups: Any, steps: int) ->
     indices = [index for group in groups for index in group["params"]]
     parameters = dict(zip(indices, (p for group in optimizer.param_groups for p in group["params"])))
     entries: dict[Tensor, dict[str, Any]] = {}
+    home = homes(optimizer)
     for index, p in parameters.items():
         name = f"state[{index}]"
         if index not in state:  # the public implementation never updates the last parameters of some models
@@ -277,9 +280,9 @@ def _checked_state(optimizer: AdaFisher, state: Any, groups: Any, steps: int) ->
             _momentum_of(WHERE, f"{name}['exp_avg']", entry["exp_avg"], p)
             more = {key: _copied(value, p) for key, value in entry.items() if key not in ENTRY}
             if "master" in entry:
-                more["master"] = _master(f"{name}['master']", p, entry["master"], optimizer._precision)
-            average = laid_out(WHERE, f"{name}['exp_avg']", p, entry["exp_avg"])
-            average = _momentum(p, average, optimizer._precision)
+                more["master"] = _master(f"{name}['master']", home(p), entry["master"], optimizer._precision)
+            average = laid_out(WHERE, f"{name}['exp_avg']", home(p), entry["exp_avg"])
+            average = _momentum(home(p), average, optimizer._precision)
             entries[p] = {"step": count, "exp_avg": average, **more}
     for index in state:
         if index not in parameters:

@@ -1,5 +1,5 @@
-"""The networks that are timed: ResNet-18 for CIFAR, transformers for text and images, a small one of every layer type,
-stacks of matrices."""
+"""The networks that are timed: ResNet-18 for CIFAR, ResNet-50, transformers for text and images, a small one of every
+layer type, stacks of matrices."""
 
 from __future__ import annotations
 
@@ -39,6 +39,37 @@ def resnet18(classes: int = 10, width: int = 64) -> nn.Sequential:
         c_out = width << stage
         layers += [Block(c_in, c_out, stride), Block(c_out, c_out, 1)]
         c_in = c_out
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(c_in, classes))
+
+
+class Bottleneck(nn.Module):
+    """Residual block of 1x1, 3x3 and 1x1 convolutions, (B, c_in, H, W) -> (B, 4 c, H/stride, W/stride)."""
+
+    def __init__(self, c_in: int, c: int, stride: int):
+        super().__init__()
+        sizes = (c_in, c, 1, 1, 0), (c, c, 3, stride, 1), (c, 4 * c, 1, 1, 0)
+        self.convs = nn.ModuleList(nn.Conv2d(*size, bias=False) for size in sizes)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(size[1]) for size in sizes)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or c_in != 4 * c:
+            self.shortcut = nn.Sequential(nn.Conv2d(c_in, 4 * c, 1, stride, bias=False), nn.BatchNorm2d(4 * c))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for number, (conv, norm) in enumerate(zip(self.convs, self.norms)):
+            y = norm(conv(F.relu(y) if number else y))
+        return F.relu(y + self.shortcut(x))
+
+
+def resnet50(classes: int = 1000, width: int = 64, blocks: Sequence[int] = (3, 4, 6, 3)) -> nn.Sequential:
+    """ResNet-50 with the ImageNet stem (7x7, max-pool): 25,557,032 parameters. `blocks`: of each stage."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    layers.append(nn.MaxPool2d(3, 2, 1))
+    c_in = width
+    for stage, count in enumerate(blocks):
+        for number in range(count):
+            layers.append(Bottleneck(c_in, width << stage, 2 if stage and not number else 1))
+            c_in = 4 * (width << stage)
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(c_in, classes))
 
 

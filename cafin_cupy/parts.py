@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +28,7 @@ class Part:
         role: "weight" or "bias" of the layer.
         note: why its F is 1, or that it is not updated; "" where neither holds.
         precision: what decides the dtype of a momentum that there is not yet, and whether it has a master.
+        kept: elements whose state this process keeps: all, where ranks do not divide it.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Part:
     role: str
     note: str
     precision: Precision
+    kept: int
 
 
 class Rate(NamedTuple):
@@ -71,7 +74,8 @@ def parts(optimizer: AdaFisher) -> list[Part]:
         index, role = place or (-1, "")
         layer = optimizer._layers[index] if place else None
         note = "" if place else "F = 1: no layer of `layers` holds it"
-        found.append(Part(name, array, momentum, True, layer, index, role, note, optimizer._precision))
+        kept = math.prod(array.shape)
+        found.append(Part(name, array, momentum, True, layer, index, role, note, optimizer._precision, kept))
     return found
 
 

@@ -30,11 +30,11 @@ class Row:
             it; "" where it has none.
         H, S: entries of that layer's factors; 0 where it has none.
         parameters: elements.
-        momentum: bytes of its momentum: those that it has or, before the first step, will have.
+        momentum: bytes of its momentum on this rank: those that it has or, before the first step, will have.
         factors: bytes of the layer's factors, in the row of the layer's first parameter. Where the rule normalises
             after averaging, averages and normalised factors are two.
         note: why F is 1, or that it is not updated; else "".
-        master: bytes of its master weights.
+        master: bytes of its master weights on this rank.
     """
 
     name: str
@@ -162,11 +162,11 @@ def _momentum_bytes(part: Part) -> int:
         dtype = part.precision.momentum_of("summary", part.name, _dtype(part.array))
     else:
         return 0
-    return math.prod(part.array.shape) * item_size(dtype)
+    return part.kept * item_size(dtype)
 
 
 def _master_bytes(part: Part) -> int:
-    return 4 * math.prod(part.array.shape) if part.trains and part.precision.has_master(_dtype(part.array)) else 0
+    return 4 * part.kept if part.trains and part.precision.has_master(_dtype(part.array)) else 0
 
 
 def _dtype(array: Any) -> str:

@@ -293,7 +293,10 @@ def check_names_behind_a_forward_without_backward(rank: int, ranks: int) -> None
         optimizer.model(rows("cpu", 1)[0])
     (group,) = optimizer.state_dict()["param_groups"]
     assert group["param_names"] == [f"{k}.{role}" for k in (0, 2, 3) for role in ("weight", "bias")]
-    assert "3.weight" in str(optimizer.summary())
+    summary = optimizer.summary()
+    assert "3.weight" in str(summary)
+    held = [state["exp_avg"].to_local().nbytes for state in optimizer.state.values()]
+    assert summary.momentum == sum(held) < 4 * summary.parameters  # of this rank
 
 
 def check_state_dicts_of_whole_tensors(rank: int, ranks: int) -> None:

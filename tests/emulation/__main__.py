@@ -22,8 +22,8 @@ FILES = (
     *("forks", "laws", "nonfinite", "nonfinite_moments", "odd", "odd_sizes", "optimizer", "precision", "readme"),
     *("recorder", "repeats", "runtime", "schedule", "spread", "state", "streams", "summary", "table"),
     *("torch_attention", "torch_by_hand", "torch_compiled", "torch_groups", "torch_layers", "torch_loops"),
-    *("torch_names", "torch_precision", "torch_scaler", "torch_situations", "torch_step_faults"),
-    *("torch_verdict", "torch_verdict_host", "update", "update_mixed", "verdict", "xla_kernels"),
+    *("torch_names", "torch_precision", "torch_scaler", "torch_situations", "torch_step_faults", "torch_verdict"),
+    *("torch_verdict_host", "torch_zero", "update", "update_mixed", "verdict", "xla_kernels"),
     "emulation",
 )
 
