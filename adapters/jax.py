@@ -22,6 +22,9 @@ options and the same state. The factors come from taps, see `Layers` and `tap`, 
             grads, sums = jax.grad(loss)(params, taps, x, y), None
         return optimizer.step(params, grads, state, factors=sums)
 
+Outside of `jax.jit`, in programs that compute with CuPy or PyTorch too, `fused_step` is the core's update of JAX
+arrays, and `borrowed` lets the core read them.
+
 Importing this module imports jax and optax.
 """
 
@@ -39,6 +42,7 @@ from cafin_cupy.errors import BackendError, CafinTypeError, CafinValueError, ref
 from cafin_cupy.rule import DEFAULT_GAMMA, Averaging
 
 from . import jax_kernels
+from .jax_eager import borrowed, fused_step
 from .jax_layers import ChannelNorm, Conv, Dense, Layer, LayerNorm
 from .jax_rule import Leaf, Rule
 from .jax_taps import Layers, tap
@@ -55,7 +59,9 @@ __all__ = [
     "Layers",
     "State",
     "adafisher",
+    "borrowed",
     "fused_adafisher",
+    "fused_step",
     "tap",
 ]
 
