@@ -190,7 +190,7 @@ def fused_adafisher(
 
     def step(params: Any, grads: Any, state: State, *, factors: Any = None, grad_scale: Any = 1.0) -> tuple[Any, State]:
         leaves = rule.leaves(params, grads, state)
-        new = rule.refreshed(state, factors, grad_scale)
+        new = rule.refreshed(state, factors, grad_scale, backend)
         if _takes_kernel(backend, rule, leaves):
             p, m = jax.lax.platform_dependent(
                 *([getattr(leaf, x) for leaf in leaves] for x in "pgm"),
