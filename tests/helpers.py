@@ -269,6 +269,21 @@ EXAMPLES = [
     Case(RMSNorm, (5,), False, (4, 3, 5), (4, 3, 5)),
 ]
 
+# Several warps for a kernel row; more taps in a row than lanes; many slices; all of these; few rows; depth.
+LARGE_IMAGES = [
+    Case(Conv2d, (2, 2, 3, 3), True, (2, 2, 70, 75), (2, 2, 35, 38), {"padding": 1, "stride": 2}),
+    Case(Conv2d, (1, 1, 2, 40), False, (3, 1, 5, 90), (3, 1, 4, 26), {"stride": (1, 2)}),
+    Case(Conv2d, (1, 1, 3, 34), False, (300, 1, 40, 40), (300, 1, 38, 7), {}),
+    Case(Conv2d, (3, 3, 16, 16), True, (2, 3, 48, 64), (2, 3, 3, 4), {"stride": 16}),
+    Case(Linear, (4, 3), True, (5000, 3), (5000, 4)),
+    Case(Conv1d, (2, 2, 5), True, (2, 2, 1000), (2, 2, 998), {"padding": 1}),
+    Case(Conv1d, (2, 1, 40), True, (2, 2, 5000), (2, 2, 1654), {"stride": 3, "groups": 2}),
+    Case(Conv2d, (1, 1, 2, 3), True, (2, 1, 4, 700), (2, 1, 3, 700), {"padding": (0, 1)}),
+    Case(Conv3d, (2, 2, 3, 3, 3), True, (300, 2, 6, 7, 8), (300, 2, 3, 4, 4), {"padding": 1, "stride": 2}),
+    Case(ConvTranspose2d, (3, 2, 3, 3), True, (300, 3, 20, 35), (300, 2, 41, 71), {"stride": 2, "groups": 1}),
+    Case(Conv3d, (1, 1, 2, 3, 2), False, (2, 1, 5, 40, 70), (2, 1, 4, 38, 69)),
+]
+
 
 def arrays(layer: Layer) -> list[Any]:
     """Weight, and bias if there is one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from nvrtc import WHEELS, Nvrtc, find
 from cafin_cupy import runtime
 
 PATH = Path(__file__).resolve().parent.parent / "kernels" / "RESOURCES.md"
+STEMS = (*runtime.KERNELS, *runtime.IN_XLA)
 OLDEST, NEWEST = 60, 120  # architectures, as numbers
 
 HEAD = """# Registers and shared memory of the kernels
@@ -26,7 +28,8 @@ HEAD = """# Registers and shared memory of the kernels
 Written by `make resources`; every run of the tests compares it with what the compilers give. A cell holds the registers
 of a thread / the bytes of static shared memory of a block. *Elements*: of the parameters; activations and output
 gradients of 16 bits are read by the same functions. *Threads*: of a block. Nothing is in local memory: no kernel spills
-a register on any architecture.
+a register on any architecture. The kernels for JAX, named `..._xla`, are written anew for each model: these are of one
+whose parameters are of four types, with and without factors, and of a convolution.
 """
 
 
@@ -47,10 +50,28 @@ def architectures(nvrtc: Nvrtc) -> list[str]:
     return [arch for arch in nvrtc.architectures if OLDEST <= int(arch.removeprefix("sm_")) <= NEWEST]
 
 
+def kernels(stem: str) -> tuple[str, ...]:
+    """Those of the table in one source."""
+    return runtime.KERNELS.get(stem, (stem,))
+
+
+@cache
+def source(stem: str) -> str:
+    """What is compiled. Of the kernels for JAX, which must be installed for them, an example."""
+    if stem not in runtime.IN_XLA:
+        return runtime.source(stem)
+    from xla_helpers import examples
+
+    return next(kernel.source for kernel in examples() if kernel.name == stem)
+
+
 def measure(nvrtc: Nvrtc, dtype: str, stem: str, arch: str) -> Cells:
     """The cells of one source, compiled for one architecture."""
-    code, _ = nvrtc.compile(runtime.source(stem), f"{stem}.cu", runtime.cubin_options(arch, dtype))
-    return {Key(nvrtc.version, dtype, kernel, arch): taken for kernel, taken in resources(code).items()}
+    code, _ = nvrtc.compile(source(stem), f"{stem}.cu", runtime.cubin_options(arch, dtype))
+    found = resources(code)
+    if stem in runtime.IN_XLA:  # which include the others
+        found = {kernel: found[kernel] for kernel in kernels(stem)}
+    return {Key(nvrtc.version, dtype, kernel, arch): taken for kernel, taken in found.items()}
 
 
 def in_local_memory(cells: Cells) -> list[str]:
@@ -115,7 +136,7 @@ def main() -> int:
         for nvrtc in compilers.values()
         if nvrtc is not None
         for dtype in runtime.DTYPES
-        for stem in runtime.KERNELS
+        for stem in STEMS
         for arch in architectures(nvrtc)
     ]
     with ThreadPoolExecutor() as threads:  # the compiler runs without Python's lock

@@ -24,19 +24,21 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from cafin_cupy.runtime import KERNELS
+from cafin_cupy.runtime import IN_XLA, KERNELS
 
 TESTS = Path(__file__).resolve().parent
 # Tests on CuPy arrays that together launch every kernel, at every kind of layer and of number. All would take an hour.
 FILES = (
     *("cuda_factors", "laws", "nonfinite", "odd", "optimizer", "precision", "schedule", "spread", "table"),
-    *("update", "update_mixed"),
+    *("update", "update_mixed", "xla_kernels"),
 )
 # Tests on PyTorch's arrays: they launch nothing of ours that the others do not, and initcheck, which must watch every
-# kernel, takes minutes for PyTorch's. Whole trainings likewise launch cuBLAS's, thousands of times.
-SLOW = ("precision",)
+# kernel, takes minutes to load PyTorch's; and it slows with every array there is. Whole trainings launch cuBLAS's,
+# thousands of times.
 LEFT_OUT = "not torch-cuda and not learns_digits"
-NAMES = [name for names in KERNELS.values() for name in names]
+SLOW = ("precision",)
+SLOW_TESTS = " and not many_layers_of_many_sizes and not uploads_behind_a_busy_stream and not refusals_on_the_gpu"
+NAMES = [name for names in (*KERNELS.values(), IN_XLA) for name in names]
 LAUNCHES = "SANITIZE_LAUNCHES"  # where the plugin writes what was launched
 
 # Of each tool: what is planted for it, as the body of a kernel of 64 threads that writes x, 64 floats, from an array y
@@ -109,13 +111,15 @@ def check(tool: str, options: list[str], folder: Path) -> dict[str, Any]:
     environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # as without CuPy's pool
     # Where memory was written matters to initcheck, so it must watch all kernels; the others only ours.
     ours = [] if tool == "initcheck" else [word for name in NAMES for word in ("--kernel-name", f"kernel_name={name}")]
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "sanitize", "-p", "no:cacheprovider", "-m", "gpu", *options]
-    names = [name for name in FILES if tool != "initcheck" or name not in SLOW]
+    words = [sys.executable, "-m", "pytest", "-v", "-p", "sanitize", "-p", "no:cacheprovider", "-m", "gpu", *options]
+    slow = tool == "initcheck"
+    names = [name for name in FILES if not (slow and name in SLOW)]
+    chosen = LEFT_OUT + (SLOW_TESTS if slow else "")
     files = [str(TESTS / f"test_{name}.py") for name in names]
     begin = time.monotonic()
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as launches:
-        errors = under(tool, ours, [*words, "-k", LEFT_OUT, *files], log, {**environment, LAUNCHES: launches})
+        errors = under(tool, ours, [*words, "-k", chosen, *files], log, {**environment, LAUNCHES: launches})
         for file in Path(launches).iterdir():  # of each process
             counts.update(json.loads(file.read_text()))
     tests = re.search(r"^(.*\b(?:passed|failed|error)\b.*) in [\d.]+s", log.read_text(), re.MULTILINE)

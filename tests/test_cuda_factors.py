@@ -7,17 +7,29 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from helpers import CUDA, LAYOUTS, RAW, Case, Device, bounds, cases, close, convolutions, integral, lay, numpy_of, seeds
+from helpers import (
+    CUDA,
+    LARGE_IMAGES,
+    LAYOUTS,
+    RAW,
+    Case,
+    Device,
+    bounds,
+    cases,
+    close,
+    convolutions,
+    integral,
+    lay,
+    numpy_of,
+    seeds,
+)
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cafin_cupy import (
     AdaFisher,
-    Conv1d,
     Conv2d,
-    Conv3d,
     ConvTranspose1d,
-    ConvTranspose2d,
     Embedding,
     LayerNorm,
     Linear,
@@ -189,23 +201,8 @@ def test_sixteen_bit_arrays_are_read_as_they_are(case: Case, seed: int, layout: 
         close(got, moment, CUDA.tolerance, bound)
 
 
-LARGE = [  # several warps for a kernel row; more taps in a row than lanes; many slices; all of these; few rows; depth
-    Case(Conv2d, (2, 2, 3, 3), True, (2, 2, 70, 75), (2, 2, 35, 38), {"padding": 1, "stride": 2}),
-    Case(Conv2d, (1, 1, 2, 40), False, (3, 1, 5, 90), (3, 1, 4, 26), {"stride": (1, 2)}),
-    Case(Conv2d, (1, 1, 3, 34), False, (300, 1, 40, 40), (300, 1, 38, 7), {}),
-    Case(Conv2d, (3, 3, 16, 16), True, (2, 3, 48, 64), (2, 3, 3, 4), {"stride": 16}),
-    Case(Linear, (4, 3), True, (5000, 3), (5000, 4)),
-    Case(Conv1d, (2, 2, 5), True, (2, 2, 1000), (2, 2, 998), {"padding": 1}),
-    Case(Conv1d, (2, 1, 40), True, (2, 2, 5000), (2, 2, 1654), {"stride": 3, "groups": 2}),
-    Case(Conv2d, (1, 1, 2, 3), True, (2, 1, 4, 700), (2, 1, 3, 700), {"padding": (0, 1)}),
-    Case(Conv3d, (2, 2, 3, 3, 3), True, (300, 2, 6, 7, 8), (300, 2, 3, 4, 4), {"padding": 1, "stride": 2}),
-    Case(ConvTranspose2d, (3, 2, 3, 3), True, (300, 3, 20, 35), (300, 2, 41, 71), {"stride": 2, "groups": 1}),
-    Case(Conv3d, (1, 1, 2, 3, 2), False, (2, 1, 5, 40, 70), (2, 1, 4, 38, 69)),
-]
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", LARGE, ids=str)
+@pytest.mark.parametrize("case", LARGE_IMAGES, ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_large_images_and_kernels(case: Case, layout: str) -> None:
     h, s = case.data(3)

@@ -41,8 +41,13 @@ def launch(body: str, grid: int = 1, options: tuple[str, ...] = (), size: int = 
     kernel = compiler.Kernel(compiler.build(SOURCE.format(body=body), options), "planted")
     x = device.empty(size or 64 * grid, "f4")
     args = np.array((x.data.ptr, x.size), Args)
-    kernel(grid, 64, args.ctypes.data)
+    kernel(grid, 64, addresses(args).ctypes.data)
     return x.get()
+
+
+def addresses(*arguments: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Where each lies, as the driver takes them."""
+    return np.array([argument.ctypes.data for argument in arguments], "u8")
 
 
 # ---- What it computes ----
@@ -65,6 +70,23 @@ def test_sound_kernels(seed: str, options: tuple[str, ...], monkeypatch: pytest.
     np.testing.assert_array_equal(
         launch("x[t] = min(i64(t), args.n - 60) + max(t, 2);"), np.minimum(lanes, 4) + np.maximum(lanes, 2)
     )
+
+
+@needs_compiler
+def test_arguments_of_several_types() -> None:
+    """Each comes from its own address, and what is constant is there."""
+    source = """
+    __constant__ float tenths[] = {0.1f, 0.2f, 0.3f};
+    extern "C" __global__ void __launch_bounds__(32)
+        several(float* x, const double* y, int n, const Pair pair) {
+        if (threadIdx.x < n) x[threadIdx.x] = y[threadIdx.x] + tenths[threadIdx.x] + 10 * pair.a + 100 * pair.b;
+    }"""
+    kernel = compiler.Kernel(compiler.build("struct Pair { char a; long long b; };" + source), "several")
+    x, y = device.empty(4, "f4"), device.asarray(np.array([1.0, 2.0, 3.0]))
+    pair = np.array((4, 5), np.dtype([("a", "i1"), ("b", "i8")], align=True))
+    pointers = [np.array(array.data.ptr, "u8") for array in (x, y)]
+    kernel(1, 32, addresses(*pointers, np.array(3, "i4"), pair).ctypes.data)
+    np.testing.assert_allclose(x.get(), [541.1, 542.2, 543.3, np.nan], rtol=1e-6)
 
 
 @needs_compiler
@@ -149,6 +171,9 @@ def test_what_does_not_compile_is_located() -> None:
         launch("nonsense;")
     with pytest.raises(compiler.CompileError, match="4 KiB of arguments"):
         compiler.build('struct A { char x[5000]; };\nextern "C" __global__ void big(const A args) {}')
+    many = ", ".join(f"float* x{k}" for k in range(4096))
+    with pytest.raises(compiler.CompileError, match="32,764 bytes of arguments"):
+        compiler.build(f'extern "C" __global__ void many({many}) {{}}')
 
 
 # ---- What sanitizers see ----
@@ -235,7 +260,7 @@ def broken(monkeypatch):
     ("text", "all_kernels", "status", "words"),
     [
         (STEP, "", 0, "emulated launches: update 1"),
-        (STEP, "1", 1, "not launched: average, column_sums, fold, schedule"),
+        (STEP, "1", 1, "not launched: average, column_sums, column_sums_xla, fold, fold_xla, schedule"),
         ("def test_nothing():\n    pass\n", "", 1, "emulated launches: none"),
         ("", "", 5, "emulated launches: none"),
         (BROKEN + STEP, "", 1, "the reference backend runs on the GPU"),

@@ -18,9 +18,10 @@ import jax_helpers  # noqa: F401  # no GPU for JAX
 from helpers import refuses
 from nvrtc import WHEELS, Nvrtc, find
 from resources import architectures
+from xla_helpers import examples
 
-from cafin_cupy import BackendError, CafinValueError, Conv2d, GroupNorm, runtime
-from cafin_cupy.adapters import jax_kernels, jax_ptx, jax_sums
+from cafin_cupy import BackendError, CafinValueError, runtime
+from cafin_cupy.adapters import jax_kernels, jax_ptx
 from cafin_cupy.adapters.jax import Dense, Layers, fused_adafisher, tap
 
 if tuple(map(int, jax.__version__.split(".")[:2])) < jax_ptx.OLDEST:
@@ -178,27 +179,6 @@ def test_ptx_is_for_the_oldest_of_several_gpus(monkeypatch: pytest.MonkeyPatch) 
 # ---- Sources that are written for a model ----
 
 
-def kernels() -> list[Any]:
-    """The update of every kind of leaf, and the sums of a convolution and a norm, as programs have them."""
-    results = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in PARAMS.values()]
-    kinds = [("float32", "float32"), ("bfloat16", "float32"), ("float16", "float16"), ("float32", "bfloat16")]
-    part = jax_kernels.Part(3, 7, 1, 5)
-    use = jax_kernels.Use(part, part)
-    leaves = [jax_kernels.Leaf(35, 3, *each, use if k % 2 else None, k % 2) for k, each in enumerate(kinds)]
-    made = [jax_kernels.kernel(leaves, results)]
-    norm = GroupNorm(np.ones(6))
-    conv = Conv2d(np.ones((6, 4, 3, 2)), np.ones(6), stride=2, padding=1, groups=2)
-    for core, h, s, dtype in (
-        (conv, (4, 9, 9, 8), (4, 5, 5, 6), "bfloat16"),
-        (norm, (4, 5, 5, 6), (4, 5, 5, 6), "float32"),
-    ):
-        views = [jax_sums._view(jax.ShapeDtypeStruct(shape, dtype), channels_last=True) for shape in (h, s)]
-        plan = jax_sums._plan(core, *views)
-        assert plan is not None
-        made += jax_sums.sources(plan)
-    return made
-
-
 def test_sums_of_a_sampled_step_are_kernels_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CAFIN_BACKEND", "cuda")
     params = {"w": jnp.ones((37, 41))}
@@ -213,19 +193,19 @@ def test_sums_of_a_sampled_step_are_kernels_too(monkeypatch: pytest.MonkeyPatch)
     assert not CALL.search(unsampled)
 
 
-FLAVOURS = ("sm_60", "sm_75", "sm_90", "sm_120")
+FLAVOURS = ("sm_60", "sm_75", "sm_90", "sm_120")  # test_resources.py compiles one of each kernel for the others too
 CASES = [
     pytest.param(nvrtc, arch, id=f"{major}-{arch}")
     for major, nvrtc in ((major, find(major)) for major in WHEELS)
     if nvrtc is not None
     for arch in architectures(nvrtc)
+    if arch in FLAVOURS
 ]
 
 
 @pytest.mark.parametrize(("nvrtc", "arch"), CASES)
 def test_sources_compile_without_local_memory(nvrtc: Nvrtc, arch: str) -> None:
-    update, *sums = kernels()
-    for kernel in (update, *(sums if arch in FLAVOURS else ())):  # the sums' own code is in test_resources.py
+    for kernel in examples():
         code, _ = nvrtc.compile(kernel.source, f"{kernel.name}.cu", runtime.cubin_options(arch))
         taken = cubin.resources(code)[kernel.name]
         assert taken.local == 0, kernel.name

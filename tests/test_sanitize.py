@@ -36,6 +36,7 @@ def test_a_clean_run() -> None:
         {"tests": "1 failed, 148 passed"},
         {"tests": "did not end"},
         {"launches": {**CLEAN["launches"], "fold": 0}},
+        {"launches": {**CLEAN["launches"], "update_xla": 0}},
     ],
     ids=str,
 )

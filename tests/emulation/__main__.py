@@ -34,7 +34,7 @@ FILES = (
     *("recorder", "repeats", "runtime", "schedule", "spread", "state", "streams", "summary", "table"),
     *("torch_attention", "torch_by_hand", "torch_compiled", "torch_groups", "torch_layers", "torch_loops"),
     *("torch_names", "torch_precision", "torch_scaler", "torch_situations", "torch_step_faults", "update"),
-    "update_mixed",
+    *("update_mixed", "xla_kernels"),
     "emulation",
 )
 

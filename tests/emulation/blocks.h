@@ -91,7 +91,7 @@ struct Index {
 
 static Index threadIdx, blockIdx;
 static u64 block_number;       // over all launches, from 1
-static const void* arguments;  // of the launch
+static const void* const* arguments;  // of the launch: where each lies
 static bool mask_refused;
 
 static Fiber fibers[MOST];
@@ -101,9 +101,6 @@ static int threads;
 static void (*enter)();
 static unsigned random_state;  // 0: threads and blocks in order
 static char message[256];
-
-template <typename Argument>
-Argument argument_of(void (*)(Argument));
 
 static void body() {
     enter();
@@ -192,7 +189,7 @@ static const char* run_block() {
     }
 }
 
-static const char* run(void (*kernel)(), int grid, int block, const void* at, unsigned seed) {
+static const char* run(void (*kernel)(), int grid, int block, const void* const* at, unsigned seed) {
     if (block < 1 || block > MOST || block % WARP_SIZE) return "a block must have whole warps, 32 at most";
     if (!stacks) {
         const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;

@@ -27,7 +27,7 @@ FLAGS = (
 )
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 
-_KERNEL = re.compile(r"__global__[^;{(]*(?:__launch_bounds__\([^)]*\))?\s*\b(\w+)\s*\(const ")
+_KERNEL = re.compile(r"__global__[^;{(]*(?:__launch_bounds__\([^)]*\))?\s*\b(\w+)\s*\(")
 _SHARED = re.compile(r"__shared__ ([^;]+);")
 
 _numbers = itertools.count()
@@ -129,7 +129,10 @@ class Kernel:
         self.known[self.ptr] = self
 
     def __call__(self, grid: int, block: int, arguments: int) -> None:
-        """Run `grid` blocks of `block` threads to their end, on the struct at the address `arguments`.
+        """Run `grid` blocks of `block` threads to their end.
+
+        Args:
+            arguments: address of an array with the address of each argument, as the driver takes it.
 
         Raises:
             RuntimeError: threads wait in vain.

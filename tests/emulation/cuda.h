@@ -4,12 +4,14 @@
 #include <cmath>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "blocks.h"
 
 #define EMULATED
 #define __global__
 #define __device__
+#define __constant__ static
 #define __launch_bounds__(...)
 #define __shared__ static  // compiler.py adds POISON behind each declaration
 
@@ -92,12 +94,33 @@ inline unsigned short float_to_half(float x) {
 inline void wait_for_previous_launch() {}
 inline void allow_next_launch() {}
 
-// emulate_<kernel>(grid, block, address of the arguments, seed of the order): null, or what went wrong.
-#define EMULATE(kernel)                                                                                     \
-    using Argument_##kernel = decltype(emulation::argument_of(kernel));                                     \
-    static_assert(sizeof(Argument_##kernel) <= 4096, "every device takes 4 KiB of arguments");              \
-    static void enter_##kernel() { kernel(*static_cast<const Argument_##kernel*>(emulation::arguments)); }  \
-    extern "C" __attribute__((visibility("default"))) const char* emulate_##kernel(                         \
-        int grid, int block, const void* arguments, unsigned seed) {                                        \
-        return emulation::run(enter_##kernel, grid, block, arguments, seed);                                \
+namespace emulation {
+template <typename... Arguments>
+constexpr bool lone(void (*)(Arguments...)) {
+    return sizeof...(Arguments) == 1;
+}
+template <typename... Arguments>
+constexpr size_t size_of_arguments(void (*)(Arguments...)) {
+    return (sizeof(Arguments) + ... + 0);
+}
+template <typename... Arguments, size_t... Place>
+void call(void (*kernel)(Arguments...), std::index_sequence<Place...>) {
+    kernel(*static_cast<const Arguments*>(arguments[Place])...);
+}
+template <typename... Arguments>
+void call(void (*kernel)(Arguments...)) {
+    call(kernel, std::index_sequence_for<Arguments...>());
+}
+}  // namespace emulation
+
+// emulate_<kernel>(grid, block, addresses of the arguments, seed of the order): null, or what went wrong. Kernels of
+// several arguments are XLA's, which serves no device that takes but 4 KiB.
+#define EMULATE(kernel)                                                                                            \
+    static_assert(!emulation::lone(kernel) || emulation::size_of_arguments(kernel) <= 4096,                         \
+                  "every device takes 4 KiB of arguments");                                                        \
+    static_assert(emulation::size_of_arguments(kernel) <= 32764, "CUDA 12.1 takes 32,764 bytes of arguments");     \
+    static void enter_##kernel() { emulation::call(kernel); }                                                      \
+    extern "C" __attribute__((visibility("default"))) const char* emulate_##kernel(                                \
+        int grid, int block, const void* const* arguments, unsigned seed) {                                        \
+        return emulation::run(enter_##kernel, grid, block, arguments, seed);                                       \
     }

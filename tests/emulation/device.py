@@ -281,8 +281,7 @@ class LaunchKernelEx:
 
         shape = _Config.from_address(config)
         assert shape.grid_y == shape.grid_z == shape.block_y == shape.block_z == 1, "one axis is emulated"
-        arguments = ctypes.c_void_p.from_address(parameters).value  # the first of an array of pointers
-        compiler.Kernel.known[function](shape.grid_x, shape.block_x, arguments or 0)
+        compiler.Kernel.known[function](shape.grid_x, shape.block_x, parameters)
         return self.restype(0)
 
 

@@ -56,11 +56,11 @@ def pytest_testnodedown(node: Any) -> None:
 
 def _missing() -> str:
     """What makes a run worthless: the kernels that were not launched."""
-    from cafin_cupy.runtime import KERNELS
+    from cafin_cupy.runtime import IN_XLA, KERNELS
 
     if not launches:
         return "none, so no kernel was tested"
-    unused = {name for names in KERNELS.values() for name in names} - set(launches)
+    unused = {name for names in (*KERNELS.values(), IN_XLA) for name in names} - set(launches)
     return f"not launched: {', '.join(sorted(unused))}" if unused and os.environ.get("EMULATION_ALL") == "1" else ""
 
 
