@@ -161,7 +161,7 @@ def fused_adafisher(
 
     On a GPU all leaves are updated by one kernel, in place where parameters and state are donated to `jax.jit`; else
     XLA copies them first. The kernel reads gradient, parameter and momentum and writes the latter two: 20 bytes a
-    parameter of float32.
+    parameter of float32. On sampled steps another refreshes all factors, in place too.
 
     Args:
         backend: "cuda": the kernel; "reference": plain array code that XLA fuses leaf by leaf and partitions over

@@ -17,12 +17,16 @@ struct Item {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) average_xla(ARGUMENTS) {
-    const Item item = items[blockIdx.x];
+    __shared__ AverageJob job;
+    const A seen = items[blockIdx.x].seen;
     bool nan = false;
-    if (item.seen != A(0)) {
-        AverageJob job = {};
-        switch (blockIdx.x) { JOBS }
-        job.H.mean = item.H_mean, job.H.entry = item.entry, job.S.mean = item.S_mean;
+    if (seen != A(0)) {
+        if (threadIdx.x == 0) {
+            const Item item = items[blockIdx.x];
+            switch (blockIdx.x) { JOBS }
+            job.H.mean = item.H_mean, job.H.entry = item.entry, job.S.mean = item.S_mean;
+        }
+        __syncthreads();
         Average rule = {};
         rule.keep = KEEP, rule.add = ADD, rule.after = AFTER;
         nan = !refresh<A>(job, rule);
