@@ -1,5 +1,8 @@
 """JAX: AdaFisher as a pure function of trees, inside `jax.jit`.
 
+Outside of `jax.jit`, in programs that compute with CuPy or PyTorch too, `fused_step` is the core's update of JAX
+arrays, and `borrowed` lets the core read them.
+
 `adafisher(...)` is an optax transformation; `fused_adafisher(...)` returns new parameters instead, and on an NVIDIA GPU
 writes them, all leaves in one kernel launch, into the memory of the old ones if those are donated. Both take the same
 options and the same state. The factors come from taps, see `Layers` and `tap`, and for Flax and Equinox models from
@@ -21,9 +24,6 @@ options and the same state. The factors come from taps, see `Layers` and `tap`, 
         else:
             grads, sums = jax.grad(loss)(params, taps, x, y), None
         return optimizer.step(params, grads, state, factors=sums)
-
-Outside of `jax.jit`, in programs that compute with CuPy or PyTorch too, `fused_step` is the core's update of JAX
-arrays, and `borrowed` lets the core read them.
 
 Importing this module imports jax and optax.
 """
