@@ -1,5 +1,8 @@
 """JAX: AdaFisher as a pure function of trees, inside `jax.jit`.
 
+Outside of `jax.jit`, in programs that compute with CuPy or PyTorch too, `fused_step` is the core's update of JAX
+arrays, and `borrowed` lets the core read them.
+
 `adafisher(...)` is an optax transformation; `fused_adafisher(...)` returns new parameters instead, and on an NVIDIA GPU
 writes them, all leaves in one kernel launch, into the memory of the old ones if those are donated. Both take the same
 options and the same state. The factors come from taps, see `Layers` and `tap`, and for Flax and Equinox models from
@@ -39,6 +42,7 @@ from cafin_cupy.errors import BackendError, CafinTypeError, CafinValueError, ref
 from cafin_cupy.rule import DEFAULT_GAMMA, Averaging
 
 from . import jax_kernels
+from .jax_eager import borrowed, fused_step
 from .jax_layers import ChannelNorm, Conv, Dense, Layer, LayerNorm
 from .jax_rule import Leaf, Rule
 from .jax_taps import Layers, tap
@@ -55,7 +59,9 @@ __all__ = [
     "Layers",
     "State",
     "adafisher",
+    "borrowed",
     "fused_adafisher",
+    "fused_step",
     "tap",
 ]
 
@@ -155,7 +161,7 @@ def fused_adafisher(
 
     On a GPU all leaves are updated by one kernel, in place where parameters and state are donated to `jax.jit`; else
     XLA copies them first. The kernel reads gradient, parameter and momentum and writes the latter two: 20 bytes a
-    parameter of float32.
+    parameter of float32. On sampled steps another refreshes all factors, in place too.
 
     Args:
         backend: "cuda": the kernel; "reference": plain array code that XLA fuses leaf by leaf and partitions over
@@ -184,7 +190,7 @@ def fused_adafisher(
 
     def step(params: Any, grads: Any, state: State, *, factors: Any = None, grad_scale: Any = 1.0) -> tuple[Any, State]:
         leaves = rule.leaves(params, grads, state)
-        new = rule.refreshed(state, factors, grad_scale)
+        new = rule.refreshed(state, factors, grad_scale, backend)
         if _takes_kernel(backend, rule, leaves):
             p, m = jax.lax.platform_dependent(
                 *([getattr(leaf, x) for leaf in leaves] for x in "pgm"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -91,6 +92,19 @@ class Kernel(NamedTuple):
             jax.lax.bitcast_convert_type(x, like.dtype) if x.dtype == BITS else x
             for x, like in zip(call(*as_bits), self.results)
         ]
+
+
+def vmapped_by(formulas: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel`, in whose place the formulas serve under `jax.vmap`."""
+    guarded = jax.custom_batching.custom_vmap(kernel)
+
+    @guarded.def_vmap
+    def batched(size: int, is_batched: list[Any], *args: Any) -> tuple[Any, Any]:
+        axes = jax.tree.map(lambda each: 0 if each else None, is_batched)
+        results = jax.vmap(formulas, in_axes=axes, axis_size=size)(*args)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return guarded
 
 
 class _Route:

@@ -16,8 +16,9 @@ from cafin_cupy.rule import Averaging, Hyper, Scalars, at_least, flag, whole
 
 from . import jax_kernels
 from .jax_layers import Use
+from .jax_refresh import refreshed
 from .jax_taps import Layers, by_path, check_layers, path_name
-from .jax_update import Factors, State, first_factors, refreshed, scalars_at, taken
+from .jax_update import Factors, State, first_factors, scalars_at, taken
 
 
 class Leaf(NamedTuple):
@@ -193,14 +194,14 @@ class Rule:
                 mend = "pass a state of the same layers and averaging rule, as `init` made it"
                 refuse(self.where, f"state.{name}", f"be {_described(want)}", _described(x), mend)
 
-    def refreshed(self, state: State, sums: Any, grad_scale: Any) -> Factors:
-        """The factors that this step uses."""
+    def refreshed(self, state: State, sums: Any, grad_scale: Any, backend: str | None = "reference") -> Factors:
+        """The factors that this step uses. `backend`: as of `fused_adafisher`; the formulas can be differentiated."""
         _check_scale(self.where, grad_scale)
         if sums is None:
             return state.factors
         due = jnp.asarray(True) if self.TCov == 1 else state.count % self.TCov == 0
         self.layers.check(self.where, "factors", sums)
-        return refreshed(self.layers, state.factors, sums, self.averaging, due, grad_scale)
+        return refreshed(self.layers, state.factors, sums, self.averaging, due, grad_scale, backend)
 
     def scalars(self, count: Any) -> tuple[Scalars, Scalars]:
         """Of the step behind `count` completed ones, without weight decay and with it."""

@@ -6,7 +6,6 @@ A layer's geometry is written into the kernels' source when a program is traced,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from cafin_cupy.matrix import COLUMN_SUMS_BLOCK, matrix
 from cafin_cupy.reference import RawSums
 
 from . import jax_kernels
-from .jax_ptx import Kernel
+from .jax_ptx import Kernel, vmapped_by
 
 
 class Plan(NamedTuple):
@@ -54,7 +53,7 @@ def raw_sums(core: Layer, h: Any, s: Any, channels_last: bool = False) -> RawSum
     if planned is None:
         H, S = formulas(h, s)
     else:
-        kernel = _vmapped_by(formulas, partial(_launched, planned, core.shares))
+        kernel = vmapped_by(formulas, partial(_launched, planned, core.shares))
 
         def launched(h: Any, s: Any) -> tuple[Any, Any]:
             H, S = kernel(h, s)
@@ -127,15 +126,3 @@ def literal(row: Any, pointers: dict[str, str]) -> str:
         value = row[name].item()
         fields.append(pointers.get(name) or (f"{value!r}f" if isinstance(value, float) else str(value)))
     return ", ".join(fields)
-
-
-def _vmapped_by(formulas: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel`, in whose place the formulas serve under `jax.vmap`."""
-    guarded = jax.custom_batching.custom_vmap(kernel)
-
-    @guarded.def_vmap
-    def batched(size: int, is_batched: list[bool], *args: Any) -> tuple[Any, Any]:
-        axes = [0 if each else None for each in is_batched]
-        return jax.vmap(formulas, in_axes=axes, axis_size=size)(*args), (True, True)
-
-    return guarded

@@ -1,6 +1,6 @@
-"""`python -m bench.jax [steps] [sums]`: optimizer steps inside `jax.jit` on the trees of a ResNet-18 and of a language
-model of GPT-2's size, beside optax's, and the raw sums of a ResNet's layers. Prints tables; needs a GPU that JAX can
-use.
+"""`python -m bench.jax [steps] [sums] [refresh]`: optimizer steps inside `jax.jit` on the trees of a ResNet-18 and of a
+language model of GPT-2's size, beside optax's, and the raw sums and the refresh of a ResNet's factors. Prints tables;
+needs a GPU that JAX can use.
 
 A step takes gradients that are there already and gives new parameters and a new state; parameters and state are
 donated. *In a loop*: calls of the jitted step, the device waited for at the end; *in a scan*: steps within one program,
@@ -25,7 +25,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from cafin_cupy import Averaging
 from cafin_cupy.adapters import jax as cafin
+from cafin_cupy.adapters.jax_refresh import refreshed
+from cafin_cupy.adapters.jax_update import first_factors
+from cafin_cupy.rule import DEFAULT_GAMMA
 
 ROUNDS, CALLS, STEPS, BATCH = 9, 100, 100, 128
 Tree = dict[str, Any]
@@ -219,6 +223,40 @@ def sums() -> None:
         print(f"| {' | '.join(cells)} | {kernels / plain:.2f} |", flush=True)
 
 
+def refreshes() -> None:
+    """Print the times of normalisation and moving average of all factors, as on a sampled step, sums given."""
+    shapes, layers = resnet18()
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    known = cafin.Layers(jax.tree.map(lambda shape: jnp.ones(shape), shapes, is_leaf=is_shape), layers)
+    taken = {name: jax.tree.map(lambda x: jnp.linspace(0.5, 1.5, max(1, x.size)).reshape(x.shape), each)
+             for name, each in known.zeros().items()}  # fmt: skip
+    print(
+        f"\n## Refresh of the ResNet's factors, {len(known)} layers\n\nMicroseconds of a program, calls queued, ",
+        end="",
+    )
+    print("factors donated.\n\n| averaging | kernel | plain | ratio |\n| --- | ---: | ---: | ---: |")
+    for name in ("parity", "paper"):
+        averaging, times = Averaging.named(name, DEFAULT_GAMMA), {}
+        for backend in ("cuda", "reference"):
+
+            @partial(jax.jit, donate_argnums=0)
+            def call(old: Any, sums: Any, averaging: Any = averaging, backend: Any = backend) -> Any:
+                return refreshed(known, old, sums, averaging, jnp.asarray(True), 1.0, backend)
+
+            def queued(old: Any, call: Any = call) -> Any:
+                for _ in range(CALLS):
+                    old = call(old, taken)
+                return old
+
+            state, rounds = queued(first_factors(known, averaging)), []
+            for _ in range(ROUNDS):
+                each, state = timed(queued, state, CALLS)
+                rounds.append(each)
+            times[backend] = median(rounds)
+        kernel, plain = times.values()
+        print(f"| {name} | {kernel:,.1f} | {plain:,.1f} | {kernel / plain:.2f} |", flush=True)
+
+
 def main(sections: list[str]) -> int:
     if jax.default_backend() != "gpu":
         print("bench.jax: needs a GPU, and JAX sees none", file=sys.stderr)
@@ -231,6 +269,8 @@ def main(sections: list[str]) -> int:
     print(f"Medians of {ROUNDS} rounds of {CALLS} calls and of {STEPS} steps in a scan, contenders in turn.")
     if not sections or "sums" in sections:
         sums()
+    if not sections or "refresh" in sections:
+        refreshes()
     if sections and "steps" not in sections:
         return 0
     head = ["", "in a loop µs", "in a scan µs", "ours / it, loop", "scan"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any, NamedTuple, NoReturn
 
@@ -99,6 +100,12 @@ def torch_of(array: Any) -> Any:
     """The torch module if `array` is a torch tensor, else None."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and isinstance(array, torch.Tensor) else None
+
+
+def jax_of(arrays: Iterable[Any]) -> Any:
+    """The jax module if one of `arrays` is a JAX array, else None."""
+    jax = sys.modules.get("jax")
+    return jax if jax is not None and any(isinstance(array, jax.Array) for array in arrays) else None
 
 
 def wraps_others(tensor: Any) -> bool:
@@ -279,6 +286,13 @@ def order(first: int, second: int, device: int) -> None:
         event = cupy.cuda.Event(disable_timing=True)
         cupy.cuda.runtime.eventRecord(event.ptr, first)
         cupy.cuda.runtime.streamWaitEvent(second, event.ptr)
+
+
+def synchronize(stream: int) -> None:
+    """Let the host wait for a stream, given by its address."""
+    from cupy.cuda import runtime
+
+    runtime.streamSynchronize(stream)
 
 
 def on_device(device: int) -> Any:

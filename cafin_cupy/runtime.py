@@ -39,7 +39,8 @@ KERNELS: dict[str, tuple[str, ...]] = {
     ),
 }
 ON_DEMAND = {"update_mixed"}  # few models need it
-IN_XLA = ("column_sums_xla", "fold_xla", "update_xla")  # stem and kernel; adapters/jax_ptx.py completes their sources
+# Stem and kernel; adapters/jax_ptx.py completes their sources.
+IN_XLA = ("average_xla", "column_sums_xla", "fold_xla", "update_xla")
 DTYPES = {"float32": ("float", "float")}  # element type T, arithmetic type A
 
 _INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from .arrays import current_stream, order, torch_of
+from .arrays import current_stream, jax_of, order, synchronize, torch_of
 
 
 def on_stream(array: Any, device: int, stream: Any) -> Any:
@@ -41,7 +41,22 @@ class _Address:
 def joined(owners: Sequence[Any], device: int, stream: int) -> Iterator[None]:
     """Context for a launch on `stream`, that of the framework of `owners[0]`. If another framework owns some of the
     arrays, the launch comes behind what that one's current stream has been given, and in front of what it gets next;
-    within, it works on `stream`."""
+    within, it works on `stream`. JAX tells no stream of its own: for its arrays the host waits, before and behind."""
+    jax = jax_of(owners)
+    if jax is None:
+        with _joined(owners, device, stream):
+            yield
+        return
+    jax.block_until_ready([owner for owner in owners if isinstance(owner, jax.Array)])
+    try:
+        with _joined(owners, device, stream):
+            yield
+    finally:
+        synchronize(stream)  # JAX may free what it lent as soon as nobody holds it
+
+
+@contextmanager
+def _joined(owners: Sequence[Any], device: int, stream: int) -> Iterator[None]:
     torch = torch_of(owners[0])
     other = next((owner for owner in owners if torch_of(owner) is not torch), None)
     theirs = stream if other is None else current_stream(other, device)

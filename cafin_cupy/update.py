@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from . import reference
 from .arrays import (
@@ -35,6 +35,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 SKIP = "leave the batch out"
 
 Kind = TypeVar("Kind", bound=Hashable)
+See = Callable[[Any, str, str], View]  # of an array, the function that was called, and the argument's name
 
 
 def gather(kinds: Sequence[Kind]) -> tuple[list[Kind], list[int]]:
@@ -133,20 +134,107 @@ def fused_step(
         NonFiniteError: with `error_if_nonfinite`, a gradient is inf or NaN; nothing has been changed then.
         MemoryError, or the framework's own kind: on the reference backend some parameters may be updated by then.
     """
-    where = "fused_step"
-    hyper = Hyper.checked(where, lr, beta, Lambda, weight_decay, decoupled)
-    error_if_nonfinite = flag(where, "error_if_nonfinite", error_if_nonfinite)
     if stream is not None:
         stream_address(stream)
+    options = lr, beta, Lambda, weight_decay, decoupled, step, stochastic_rounding, seed, backend, error_if_nonfinite
+    checked("fused_step", params, grads, momenta, factors, masters, *options)(stream)
+
+
+class Step(NamedTuple):
+    """A call of `fused_step` whose arguments are checked; called, it changes `p`, `m` and `w`.
+
+    Attributes:
+        where: the function that was called.
+        p, g, m, w: parameters, gradients, momenta and masters, None without.
+        pairs: (H, S) of each parameter, None without.
+        hyper: the scalars.
+        steps: number of the update, of each parameter.
+        begin: of the random numbers, see `rounding.start`; 0 rounds to the nearest.
+        looked_at: gradients that must be finite, with their names.
+        backend: "cuda" or "reference".
+        layouts: of each parameter, for the kernel.
+    """
+
+    where: str
+    p: list[View]
+    g: list[View]
+    m: list[View]
+    w: list[View | None]
+    pairs: list[tuple[View, View] | None]
+    hyper: Hyper
+    steps: list[int]
+    begin: int
+    looked_at: list[tuple[str, Any]]
+    backend: str
+    layouts: list[Layout]
+
+    def __call__(self, stream: Any = None) -> None:
+        if self.p:
+            self._launched(stream) if self.backend == "cuda" else self._by_reference()
+
+    def _by_reference(self) -> None:
+        where, calls = self.where, []
+        for k, (a, b, c, d, pair, t) in enumerate(zip(self.p, self.g, self.m, self.w, self.pairs, self.steps)):
+            target = known(a.owner, where, "params")
+            grad = beside(b.owner, target, where, "grads")
+            momentum = beside(c.owner, target, where, "momenta", written=True)
+            master = d and beside(d.owner, target, where, "masters", written=True)
+            given = pair and tuple(beside(f.owner, target, where, "factors") for f in pair)
+            noise = Noise(step_noise(self.begin, t), k) if self.begin else None
+            calls.append((target, grad, momentum, given, self.hyper, t, 1.0, master, noise))
+        refuse_nonfinite(where, self.looked_at, SKIP)
+        update = ReferenceUpdate()
+        with uninterrupted():
+            for key, call in enumerate(calls):
+                update(key, *call)
+
+    def _launched(self, stream: Any) -> None:
+        p, g, m, w, pairs = self[1:6]
+        device = p[0].device
+        assert isinstance(device, int)
+        address = current_stream(p[0].owner, device, stream)
+        pointers = [(pair[0].ptr, pair[1].ptr) if pair else (0, 0) for pair in pairs]
+        sets, which = gather([scalars(self.hyper, t, 1.0, self.begin) for t in self.steps])
+        owners = [v.owner for v in (*p, *g, *m, *filter(None, w), *(f for pair in pairs if pair for f in pair))]
+        with on_stream(p[0].owner, device, stream), joined(owners, device, address), _one_call:
+            held = [matching(a, b) for a, b in zip(g, p)]
+            at = tuple(v.ptr if v else 0 for v in w) if any(w) else ()
+            launch = _launcher((tuple(self.layouts), tuple(pointers), device, address, at), p[0].owner)
+            refuse_nonfinite(self.where, self.looked_at, SKIP)
+            launch([v.ptr for v in p], [v.ptr for v in held], [v.ptr for v in m], sets, which, address)
+
+
+def checked(
+    where: str,
+    params: Any,
+    grads: Any,
+    momenta: Any,
+    factors: Any,
+    masters: Any,
+    lr: float,
+    beta: float,
+    Lambda: float,
+    weight_decay: float,
+    decoupled: bool,
+    step: int | Sequence[int],
+    stochastic_rounding: bool,
+    seed: int,
+    backend: str | None,
+    error_if_nonfinite: bool,
+    see: See = view,
+) -> Step:
+    """The arguments of `fused_step`, or a `CafinError`. `see`: how an array is looked at."""
+    hyper = Hyper.checked(where, lr, beta, Lambda, weight_decay, decoupled)
+    error_if_nonfinite = flag(where, "error_if_nonfinite", error_if_nonfinite)
     named = list(leaves(params, "params", where))
-    p = [view(array, where, name) for name, array in named]
+    p = [see(array, where, name) for name, array in named]
     for (name, _), v in zip(named, p):
         writable(where, name, v)
-    g = like_params(where, p, params, grads, "grads")
-    m = like_params(where, p, params, momenta, "momenta", momenta_of)
+    g = like_params(where, p, params, grads, "grads", see=see)
+    m = like_params(where, p, params, momenta, "momenta", momenta_of, see)
     w = _masters_like(where, p, params, masters)
     begin = Precision.checked(where, None, False, stochastic_rounding, seed).begin
-    pairs = _factors_like(where, p, params, factors)
+    pairs = _factors_like(where, p, params, factors, see)
     steps = _steps(where, step, len(p))
     written = named_views("momenta", m) + named_views("masters", w)
     for name, v in written:
@@ -155,42 +243,17 @@ def fused_step(
     read = [(f"factors[{k}].{letter}", f) for k, pair in enumerate(pairs) if pair for letter, f in zip("HS", pair)]
     refuse_overlap(where, mine, named_views("grads", g) + read)
     looked_at = [(f"gradient of {name}", v.owner) for (name, _), v in zip(named, g)] if error_if_nonfinite else []
-
+    layouts: list[Layout] = []
     if not p:
-        requested(backend, where)
-        return
-    if choose(backend, p[0].device, {v.dtype for v in p}, where) == "reference":
-        calls = []
-        for k, (a, b, c, d, pair, t) in enumerate(zip(p, g, m, w, pairs, steps)):
-            target = known(a.owner, where, "params")
-            grad = beside(b.owner, target, where, "grads")
-            momentum = beside(c.owner, target, where, "momenta", written=True)
-            master = d and beside(d.owner, target, where, "masters", written=True)
-            given = pair and tuple(beside(f.owner, target, where, "factors") for f in pair)
-            noise = Noise(step_noise(begin, t), k) if begin else None
-            calls.append((target, grad, momentum, given, hyper, t, 1.0, master, noise))
-        refuse_nonfinite(where, looked_at, SKIP)
-        update = ReferenceUpdate()
-        with uninterrupted():
-            for key, call in enumerate(calls):
-                update(key, *call)
-        return
-    device = p[0].device
-    assert isinstance(device, int)
-    address = current_stream(p[0].owner, device, stream)
-    columns = [pair[0].size if pair else 0 for pair in pairs]
-    layouts = [layout(where, name, v, n, b.dtype) for (name, _), v, n, b in zip(named, p, columns, m)]
-    same_order(where, p, "momenta", m)
-    same_order(where, p, "masters", w)
-    pointers = [(pair[0].ptr, pair[1].ptr) if pair else (0, 0) for pair in pairs]
-    sets, which = gather([scalars(hyper, t, 1.0, begin) for t in steps])
-    owners = [v.owner for v in (*p, *g, *m, *filter(None, w), *(f for pair in pairs if pair for f in pair))]
-    with on_stream(p[0].owner, device, stream), joined(owners, device, address), _one_call:
-        held = [matching(a, b) for a, b in zip(g, p)]
-        at = tuple(v.ptr if v else 0 for v in w) if any(w) else ()
-        launch = _launcher((tuple(layouts), tuple(pointers), device, address, at), p[0].owner)
-        refuse_nonfinite(where, looked_at, SKIP)
-        launch([v.ptr for v in p], [v.ptr for v in held], [v.ptr for v in m], sets, which, address)
+        chosen = requested(backend, where) or "reference"
+    else:
+        chosen = choose(backend, p[0].device, {v.dtype for v in p}, where)
+    if p and chosen == "cuda":
+        columns = [pair[0].size if pair else 0 for pair in pairs]
+        layouts = [layout(where, name, v, n, b.dtype) for (name, _), v, n, b in zip(named, p, columns, m)]
+        same_order(where, p, "momenta", m)
+        same_order(where, p, "masters", w)
+    return Step(where, p, g, m, w, pairs, hyper, steps, begin, looked_at, chosen, layouts)
 
 
 # Layouts, factors, device, stream, masters.
@@ -220,6 +283,7 @@ def like_params(
     tree: Any,
     path: str,
     dtypes: Callable[[str], tuple[str, ...]] = lambda dtype: (dtype,),
+    see: See = view,
 ) -> list[View]:
     """Views of `tree`, checked to have the parameters' structure, shapes and device, and the `dtypes` that go with
     theirs."""
@@ -231,7 +295,7 @@ def like_params(
             )
         if v.device != p[0].device:
             refuse(where, name, f"belong to a parameter on {place(p[0].device)}", place(v.device))
-        found.append(_like(where, name, view(array, where, name), v, dtypes(v.dtype)))
+        found.append(_like(where, name, see(array, where, name), v, dtypes(v.dtype)))
     return found
 
 
@@ -289,7 +353,7 @@ def named_views(path: str, views: Sequence[View | None]) -> list[tuple[str, View
     return [(f"{path}[{index}]", v) for index, v in enumerate(views) if v is not None]
 
 
-def _factors_like(where: str, p: list[View], params: Any, factors: Any) -> list[tuple[View, View] | None]:
+def _factors_like(where: str, p: list[View], params: Any, factors: Any, see: See) -> list[tuple[View, View] | None]:
     if factors is None:
         return [None] * len(p)
     pairs: list[tuple[View, View] | None] = []
@@ -299,7 +363,7 @@ def _factors_like(where: str, p: list[View], params: Any, factors: Any) -> list[
             continue
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             refuse(where, name, "be None or a pair (H, S)", type(pair).__name__, kind=CafinTypeError)
-        H, S = (view(f, where, f"{name}.{letter}") for f, letter in zip(pair, "HS"))
+        H, S = (see(f, where, f"{name}.{letter}") for f, letter in zip(pair, "HS"))
         for letter, f in (("H", H), ("S", S)):
             if len(f.shape) != 1 or not f.contiguous or f.device != v.device:
                 rule, got = f"be a contiguous vector on {place(v.device)}", f"shape {f.shape} on {place(f.device)}"

@@ -141,6 +141,8 @@ struct Raw {
     }
 };
 
+// M: of a moving average that is normalised afterwards.
+template <typename M>
 __device__ inline void follow(const Vector& v, const Raw& raw, const Range<A>& range, const Average& rule) {
     if (!rule.after) {
         A* factor = static_cast<A*>(v.factor);
@@ -150,11 +152,11 @@ __device__ inline void follow(const Vector& v, const Raw& raw, const Range<A>& r
             factor[k] = keep * factor[k] + add * scaled(clean(raw(k)), range);
         return;
     }
-    double* factor = static_cast<double*>(v.factor);
+    M* factor = static_cast<M*>(v.factor);
+    const M keep = M(rule.keep), add = M(rule.add);
 #pragma unroll UNROLL
-    for (i64 k = threadIdx.x; k < v.size; k += THREADS)
-        factor[k] = rule.keep * factor[k] + rule.add * double(clean(raw(k)));
-    const Range<double> settled = block_range<double>(v.size, [factor](i64 k) { return factor[k]; });
+    for (i64 k = threadIdx.x; k < v.size; k += THREADS) factor[k] = keep * factor[k] + add * M(clean(raw(k)));
+    const Range<M> settled = block_range<M>(v.size, [factor](i64 k) { return factor[k]; });
     for (i64 k = threadIdx.x; k < v.size; k += THREADS) v.effective[k] = A(scaled(clean(factor[k]), settled));
 }
 
@@ -169,24 +171,28 @@ __device__ inline A unscaled(A mean, const Average& rule) {
     return A(mean / scale / scale);
 }
 
+// One layer; false if its raw moments hold a NaN.
+template <typename M>
+__device__ inline bool refresh(const AverageJob& job, const Average& rule) {
+    add_groups(job.H);
+    add_groups(job.S);
+    const bool norm = job.norm;
+    const A total = norm || job.counted ? block_sum(job.H.sums, job.H.units, norm) : A(1);
+    if (job.counted && total == 0) return true;  // as if it had not been called
+    const A by = job.counted ? total : A(1);
+    const Raw H = {job.H, job.H.mean / by, total, norm, false};
+    const Raw S = {job.S, unscaled(job.S.mean, rule) / by, A(0), false, norm};
+    const Range<A> H_range = block_range<A>(job.H.size, H), S_range = block_range<A>(job.S.size, S);
+    if (H_range.broken || S_range.broken) return false;
+    follow<M>(job.H, H, H_range, rule);
+    follow<M>(job.S, S, S_range, rule);
+    return true;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) average(const Average args) {
     wait_for_previous_launch();
     allow_next_launch();
     if (keeps_all(args)) return;
     const AverageJob& job = args.jobs[blockIdx.x];
-    add_groups(job.H);
-    add_groups(job.S);
-    const bool norm = job.norm;
-    const A total = norm || job.counted ? block_sum(job.H.sums, job.H.units, norm) : A(1);
-    if (job.counted && total == 0) return;  // as if it had not been called
-    const A by = job.counted ? total : A(1);
-    const Raw H = {job.H, job.H.mean / by, total, norm, false};
-    const Raw S = {job.S, unscaled(job.S.mean, args) / by, A(0), false, norm};
-    const Range<A> H_range = block_range<A>(job.H.size, H), S_range = block_range<A>(job.S.size, S);
-    if (H_range.broken || S_range.broken) {
-        if (threadIdx.x == 0) ++*job.skipped;
-        return;
-    }
-    follow(job.H, H, H_range, args);
-    follow(job.S, S, S_range, args);
+    if (!refresh<double>(job, args) && threadIdx.x == 0) ++*job.skipped;
 }

@@ -18,7 +18,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cafin_cupy.adapters.jax import ChannelNorm, Conv, Dense, Layers, fused_adafisher, tap
+from cafin_cupy import CafinValueError
+from cafin_cupy.adapters.jax import ChannelNorm, Conv, Dense, Layers, fused_adafisher, fused_step, tap
 
 if hasattr(jax, "shard_map"):
     shard_map = jax.shard_map
@@ -115,6 +116,8 @@ def main() -> None:
         jnp.zeros(BATCH, int),
     )
     text = with_kernels.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    for name in ("average_xla", "update_xla"):
+        print(name, text.count(f'name = "{name}"'))
     print("calls", text.count("gpu.ptx"))
 
     def replicated(state: Any, data: Any) -> Any:
@@ -127,6 +130,22 @@ def main() -> None:
     print(
         "sharded", difference(trained(jax.jit(stepping()), lambda s, d: (sharded(s, mesh), replicated(s, d)[1])), want)
     )
+    outside_of_jit(mesh)
+
+
+def outside_of_jit(mesh: Mesh) -> None:
+    """Arrays on several devices are refused, and those on one stay there, whichever is the default."""
+    whole = jax.device_put(jnp.ones((4, 3)), NamedSharding(mesh, P("data")))
+    try:
+        fused_step([whole], [whole + 1], [whole + 2], lr=0.1, donate=True)
+    except CafinValueError as error:
+        print("refused", int("lie on one device" in str(error) and not whole.is_deleted()))
+    last = jax.devices()[-1]
+    with jax.default_device(last):
+        p, g, m = (jnp.full(3, x) for x in (1.0, 2.0, 0.0))
+    for donate in (False, True):
+        new = fused_step(p, g, m, lr=0.1, beta=0.0, donate=donate)
+    print("stays", int(all(x.devices() == {last} for x in new)))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ Written by `make resources`; every run of the tests compares it with what the co
 of a thread / the bytes of static shared memory of a block. *Elements*: of the parameters; activations and output
 gradients of 16 bits are read by the same functions. *Threads*: of a block. Nothing is in local memory: no kernel spills
 a register on any architecture. The kernels for JAX, named `..._xla`, are written anew for each model: these are of one
-whose parameters are of four types, with and without factors, and of a convolution.
+whose parameters are of four types, with and without factors, of a convolution, and of the factors of three layers.
 """
 
 

@@ -30,7 +30,7 @@ TESTS = Path(__file__).resolve().parent
 # Tests on CuPy arrays that together launch every kernel, at every kind of layer and of number. All would take an hour.
 FILES = (
     *("cuda_factors", "laws", "nonfinite", "odd", "optimizer", "precision", "schedule", "spread", "table"),
-    *("update", "update_mixed", "xla_kernels"),
+    *("jax_refresh", "update", "update_mixed", "xla_kernels"),
 )
 # Tests on PyTorch's arrays: they launch nothing of ours that the others do not, and initcheck, which must watch every
 # kernel, takes minutes to load PyTorch's; and it slows with every array there is. Whole trainings launch cuBLAS's,

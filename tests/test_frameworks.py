@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import check_update, make, problem, refuses
 
-from cafin_cupy import AdaFisher, CafinTypeError, CafinValueError, Linear, fused_step
+from cafin_cupy import AdaFisher, CafinTypeError, CafinValueError, Linear, fused_step, streams
 from cafin_cupy.arrays import view
 
 CPU_FRAMEWORKS = ["numpy", "torch", "jax"]
@@ -68,6 +68,27 @@ def test_jax_arrays_are_read_and_never_written() -> None:
         AdaFisher([x])
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_host_waits_for_what_jax_lends_to_a_launch(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX says of no stream when an array is there, and may free it as soon as nobody holds it."""
+    jax = pytest.importorskip("jax")
+    happened: list[Any] = []
+    monkeypatch.setattr(jax, "block_until_ready", lambda given: happened.append([x.shape for x in given]))
+    monkeypatch.setattr(streams, "synchronize", happened.append)
+    ours, theirs = np.zeros(3), make("jax", np.ones(2))
+    try:
+        with streams.joined([ours, theirs], 0, 17):
+            happened.append("launch")
+            assert not fails
+    except AssertionError:
+        assert fails
+    assert happened == [[(2,)], "launch", 17]
+    happened.clear()
+    with streams.joined([ours], 0, 17):
+        pass
+    assert not happened
+
+
 @pytest.mark.parametrize("reverse", ["p", "g", "m", "pgm"])
 def test_negative_strides_on_the_reference(reverse: str) -> None:
     x = problem((4, 6))
@@ -102,12 +123,13 @@ def test_special_gradients_of_either_framework(own: str, kind: str) -> None:
     check_update(p, m, x, factors=False, lr=0.1)
 
 
-@pytest.mark.parametrize("others", ["torch", "jax"])
+@pytest.mark.parametrize("others", ["numpy", "torch", "jax"])
 def test_half_precision_activations_of_another_framework(others: str) -> None:
     if others == "torch":
         h, s = torch.ones(4, 3, dtype=torch.bfloat16), torch.ones(4, 2, dtype=torch.bfloat16)
     else:
-        h, s = (make("jax", np.ones(shape)).astype("bfloat16") for shape in ((4, 3), (4, 2)))
+        bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+        h, s = (make(others, np.ones(shape)).astype(bfloat16) for shape in ((4, 3), (4, 2)))
     w = np.ones((2, 3), np.float32)
     opt = AdaFisher([w], [layer := Linear(w)])
     opt.accumulate(layer, h, s)

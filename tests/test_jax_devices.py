@@ -31,5 +31,11 @@ def test_four_devices_train_as_one_with_the_whole_batch(way: str) -> None:
     assert differences()[way] < 2e-6  # float32 sums in another order, four steps
 
 
-def test_each_device_runs_the_kernel_under_shard_map() -> None:
-    assert differences()["calls"] == 1
+def test_each_device_runs_the_kernels_under_shard_map() -> None:
+    """On a sampled step: one for the factors, one for the parameters."""
+    assert differences()["average_xla"] == differences()["update_xla"] == 1
+    assert differences()["calls"] == 2
+
+
+def test_outside_of_jit_arrays_lie_on_one_device_and_stay_there() -> None:
+    assert differences()["refused"] == differences()["stays"] == 1

@@ -39,7 +39,7 @@ def test_the_table_names_every_layer():
 
 
 def test_every_block_has_its_test():
-    assert len(BLOCKS) == 13
+    assert len(BLOCKS) == 14
 
 
 def test_pytorch_example():
@@ -158,3 +158,11 @@ def test_equinox_example():
     names = run(block("import equinox as eqx"))
     assert names["state"][1].count == 20 and len(names["layers"]) == 2
     assert (names["model"].layers[0].weight == names["params"].layers[0].weight).all()
+
+
+def test_example_of_jax_arrays_outside_of_jit():
+    pytest.importorskip("jax")
+    pytest.importorskip("optax")
+    names = run(block("borrowed"))
+    assert float(names["params"]["b"][0]) == pytest.approx(-3 * 1e-3 / (0.5 * 0.5 + 1e-3), rel=1e-6)  # m / F is alike
+    assert names["optimizer"].steps == 1 and 0 < names["optimizer"].factors()["0"][0][0] < 1

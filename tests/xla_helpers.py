@@ -9,9 +9,10 @@ from unittest import mock
 import jax
 import numpy as np
 
-from cafin_cupy import Conv2d, GroupNorm, runtime
-from cafin_cupy.adapters import jax_kernels, jax_ptx, jax_sums
+from cafin_cupy import Averaging, Conv2d, GroupNorm, runtime
+from cafin_cupy.adapters import jax_kernels, jax_layers, jax_ptx, jax_refresh, jax_sums
 from cafin_cupy.adapters.jax_kernels import Leaf, Part, Use
+from cafin_cupy.adapters.jax_taps import Layers
 from cafin_cupy.arrays import view
 from cafin_cupy.layers import Layer
 
@@ -19,7 +20,8 @@ from cafin_cupy.layers import Layer
 
 
 def examples() -> list[jax_ptx.Kernel]:
-    """The update of every kind of leaf, and the two kernels of a convolution and of a norm, as programs have them."""
+    """The update of every kind of leaf, the two kernels of a convolution and of a norm, and the refresh of factors, as
+    programs have them."""
     kinds = [("float32", "float32"), ("bfloat16", "float32"), ("float16", "float16"), ("float32", "bfloat16")]
     part = Part(3, 7, 1, 5)
     leaves = [Leaf(35, 3, *each, Use(part, part) if k % 2 else None, k % 2) for k, each in enumerate(kinds)]
@@ -33,6 +35,14 @@ def examples() -> list[jax_ptx.Kernel]:
     ):
         planned = plan(core, *(jax.ShapeDtypeStruct(shape, dtype) for shape in (h, s)), channels_last=True)
         made += jax_sums.sources(planned)
+    params = {"conv": np.ones((3, 2, 2, 6)), "bias": np.ones(6), "norm": np.ones(6), "stack": np.ones((3, 5, 7))}
+    kinds_of_layers = {
+        "conv": jax_layers.Conv(weight="conv", bias="bias", groups=2),
+        "norm": jax_layers.ChannelNorm(weight="norm"),
+        "stack": jax_layers.Dense(weight="stack", stack=1),
+    }
+    layers = Layers(params, kinds_of_layers)
+    made.append(jax_refresh.kernel(list(layers.values()), layers.size, Averaging.named("paper", 0.8)))
     return made
 
 

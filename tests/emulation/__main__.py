@@ -19,7 +19,8 @@ TESTS = Path(__file__).resolve().parent.parent
 # The tests on CuPy arrays, and those that `lend_torch`; PyTorch's others need a GPU. All together launch every kernel.
 FILES = (
     *("arrays", "backend", "copies", "cuda_factors", "curvature", "factors", "faults", "field_reports_large"),
-    *("forks", "laws", "nonfinite", "nonfinite_moments", "odd", "odd_sizes", "optimizer", "precision", "readme"),
+    *("forks", "jax_eager", "jax_eager_refused", "jax_refresh", "jax_streams", "laws", "nonfinite"),
+    *("nonfinite_moments", "odd", "odd_sizes", "optimizer", "precision", "readme"),
     *("recorder", "repeats", "runtime", "schedule", "spread", "state", "streams", "summary", "table"),
     *("torch_attention", "torch_by_hand", "torch_compiled", "torch_groups", "torch_layers", "torch_loops"),
     *("torch_names", "torch_precision", "torch_scaler", "torch_situations", "torch_step_faults", "torch_verdict"),

@@ -346,6 +346,7 @@ def install() -> None:
         memcpyHostToDevice=1,
         memcpyDeviceToHost=2,
         eventRecord=_nothing,
+        streamSynchronize=_nothing,
         streamWaitEvent=_nothing,
         streamIsCapturing=lambda _: False,
         pointerGetAttributes=lambda _: types.SimpleNamespace(device=0),
@@ -423,3 +424,23 @@ def lend_torch(monkeypatch: Any, devices: int = 1) -> None:
     for module in (arrays, torch_joining, torch_plan, torch_precision, torch_sampling):
         monkeypatch.setattr(module, "torch_view", view)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+
+
+def lend_jax(monkeypatch: Any) -> None:
+    """Let JAX's arrays on the CPU count as arrays on the emulated GPU outside of `jax.jit`, for one test. JAX's streams
+    are not emulated: each side waits for the other."""
+    import jax
+    import jax.numpy as jnp
+
+    from cafin_cupy.adapters import jax_eager, jax_streams
+
+    def let_wait(stream: int, array: Any) -> None:
+        jax.block_until_ready(array)
+
+    def behind(stream: int, device: int) -> Any:
+        return jnp.zeros(1)
+
+    monkeypatch.setattr(jax_eager, "_home", lambda *_: 0)
+    for module in (jax_eager, jax_streams):
+        monkeypatch.setattr(module, "let_wait", let_wait)
+        monkeypatch.setattr(module, "behind", behind)
