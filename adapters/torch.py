@@ -29,12 +29,13 @@ from .torch_inference import leaves_inference_mode
 from .torch_internals import global_post_hooks, global_pre_hooks, profiling
 from .torch_joining import join
 from .torch_kinds import register_layer, unregister_layer
-from .torch_parts import parts, rates
+from .torch_parallel import check_team, refuse_scaler
+from .torch_parts import held, over_parts, parts, rates
 from .torch_plan import Plan
 from .torch_ranks import check_dist, check_divide_factor, check_every_of, compare_from_now_on, meet
 from .torch_sampling import Sampling
 from .torch_scalars import check_scaler, checked_hyper, checked_hypers, forget_scale, unscaling
-from .torch_shards import check_options, refuse_sharded
+from .torch_shards import check_options
 from .torch_state import copied, go_on_from, take_momentum, take_over, with_factors
 from .torch_verdict import verdict_of_device
 from .torch_warnings import warn_unseen, warn_without_factors
@@ -182,6 +183,7 @@ class AdaFisher(Sampling):
         self._building = False
         compare_from_now_on(self)
         check_options(self, where)
+        check_team(where, self)
         unowned = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in self._owners]
         warn_without_factors(where, unowned)
         self._attach()
@@ -212,12 +214,13 @@ class AdaFisher(Sampling):
     def curvature(self) -> Curvature:
         """{parameter name: extremes and mean of F, and how far a step moves it}, as all is now. Waits when first read.
 
+        Of sharded parameters the ranks add up what each holds, so all must call it, and any may read it.
+
         Raises:
             CafinError: a scalar has been set to what a step would refuse.
         """
-        refuse_sharded("curvature", self)
         refuse_shared("curvature", self)
-        return look(parts(self), self._factors, rates(self, "curvature"))
+        return look(parts(self), self._factors, rates(self, "curvature"), held, over_parts(self))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and what the backward passes that made them have added to the factors' sums."""
@@ -291,6 +294,7 @@ class AdaFisher(Sampling):
             check_capture(self)
         if self._unsure and self._undecided:
             self._make_sure()
+        refuse_scaler(self)
         grad_scale = loss_scale = 1.0
         if self._plan is not None and not self._plan.valid(self):
             self._plan = None
@@ -307,7 +311,6 @@ class AdaFisher(Sampling):
             meet(self, sampled)
         hypers = checked_hypers(self, "step")  # before a new plan makes state
         if self.error_if_nonfinite:
-            check_options(self, "step")
             check_finite(self, loss_scale)
         plan = self._plan
         if plan is None:

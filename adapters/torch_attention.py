@@ -18,7 +18,7 @@ import inspect
 import math
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
 from types import FunctionType
@@ -35,8 +35,7 @@ from .torch_internals import transforming
 from .torch_layers import Tap, counts
 
 PARTS = 3  # of in_proj: query, key, value
-# Where the module has its matrices; the attention function calls them so with "_" for ".".
-MATRICES = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight")
+OUT = "out_proj.weight"  # where the module has a matrix; the attention function calls each so with "_" for "."
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -48,24 +47,26 @@ def attach_to_attention(optimizer: Any) -> Iterator[Any]:
             owner is module and not kind.lends for (_, owner, _, _), kind in layers
         ):
             continue  # or a script has said what its layer is
-        within = [module, getattr(module, "out_proj", None)]
-        taps = [
-            Tap(optimizer, index, layer, kind, module)
-            for (_, owner, index, layer), kind in layers
-            if any(owner is each for each in within)
-        ]
+        taps = {}
+        for (name, owner, index, layer), kind in layers:
+            if owner is module or owner is getattr(module, "out_proj", None):
+                matrix = f"{name.rpartition('.')[2]}_weight" if owner is module else OUT
+                taps[matrix] = Tap(optimizer, index, layer, kind, module)
         watch = Watch(optimizer, module, taps)
-        optimizer._gates += [watch, *taps]
+        optimizer._gates += [watch, *taps.values()]
         yield module.register_forward_pre_hook(watch, with_kwargs=True)
 
 
 class Watch:
-    """Forward pre-hook of an attention. In a copied or unpickled model it removes itself, as a `Tap` does."""
+    """Forward pre-hook of an attention. In a copied or unpickled model it removes itself, as a `Tap` does.
 
-    def __init__(self, optimizer: Any = None, module: Any = None, taps: Sequence[Tap] = ()) -> None:
+    `taps` go by where the module has their matrices: in a forward of `fully_shard` it has whole ones there.
+    """
+
+    def __init__(self, optimizer: Any = None, module: Any = None, taps: Mapping[str, Tap] | None = None) -> None:
         self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
         self._module = weakref.ref(module) if module is not None else lambda: None
-        self.taps = taps
+        self.taps = taps or {}
         self.open = True
         self.key = torch_compiled.key_of(self)
         self.traced = type("_Traced", (_Traced,), {"key": self.key})
@@ -107,7 +108,7 @@ class Watch:
 
     @property
     def trains(self) -> bool:
-        return any(tap.trains for tap in self.taps)
+        return any(tap.trains for tap in self.taps.values())
 
     def _remove(self, module: nn.Module) -> None:
         hooks = module._forward_pre_hooks
@@ -172,9 +173,10 @@ def _attend(key: str, *args: Any, **kwargs: Any) -> Any:
     """The attention function in a graph: for all optimizers whose hooks are open, as the graph's guards say."""
     module: Any = torch_compiled.hook_of(key)._module()
     given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
-    matrices = {id(attrgetter(name)(module)): given.get(name.replace(".", "_")) for name in MATRICES}
     watches = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Watch) and hook.open]
-    calls = [_TracedCall([(tap, matrices[id(tap.layer.weight)]) for tap in watch.taps]) for watch in watches]
+    calls = [
+        _TracedCall([(tap, given.get(name.replace(".", "_"))) for name, tap in watch.taps.items()]) for watch in watches
+    ]
     before, _current.calls = _current.calls, calls
     try:
         return _attention()(*args, **kwargs)
@@ -213,8 +215,8 @@ class _Matrices:
 class _Call(_Matrices):
     """One that runs as it is."""
 
-    def __init__(self, optimizer: Any, module: nn.Module, taps: Sequence[Tap]) -> None:
-        super().__init__([(tap, tap.layer.weight) for tap in taps])
+    def __init__(self, optimizer: Any, module: nn.Module, taps: Mapping[str, Tap]) -> None:
+        super().__init__([(tap, attrgetter(name)(module)) for name, tap in taps.items()])
         self.optimizer, self.module = optimizer, module
 
     def watch(self, tap: Tap, h: Tensor, out: Tensor, part: _Part | None) -> None:

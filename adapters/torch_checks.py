@@ -5,19 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from cafin_cupy.arrays import View, place, refuse_without_memory, view, wraps_others
 from cafin_cupy.backend import DTYPES
-from cafin_cupy.errors import CafinTypeError, refuse
-from cafin_cupy.nonfinite import raw_moments, refuse_nonfinite
+from cafin_cupy.errors import CafinTypeError, NonFiniteError, refuse
+from cafin_cupy.nonfinite import first_nonfinite, raw_moments, refuse_nonfinite
 from cafin_cupy.precision import Precision, dtype_name
 from cafin_cupy.rule import flag
 
-from .torch_shards import check_shards, is_sharded, local
+from .torch_parallel import settled
+from .torch_ranks import group_of
+from .torch_reduced import least_of_all
+from .torch_shards import check_shards, is_sharded, local, mesh_of, named_parameters
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
+
+FINITE = "the comparison of what each rank finds of inf and NaN"
+MEND = "call zero_grad() and leave the batch out"
 
 
 def check_model(where: str, model: Any) -> None:
@@ -83,13 +90,24 @@ def check_callable(where: str, name: str, value: Any) -> None:
 
 def check_finite(optimizer: AdaFisher, loss_scale: float) -> None:
     """For `error_if_nonfinite`: refuse a step whose gradients, or on a sampled step raw moments, hold an inf or a NaN.
-    Waits for the device."""
+    Waits for the device. Of sharded gradients each rank sees a part, so all decide together, by one number."""
     flag("step", "error_if_nonfinite", optimizer.error_if_nonfinite)
-    names = {id(p): name for name, p in optimizer.model.named_parameters()}
+    names = {id(p): name for name, p in named_parameters(optimizer.model)}
     every = (p for group in optimizer.param_groups for p in group["params"])
     named: list[tuple[str, Any]] = [
-        (f"gradient of {names.get(id(p), 'params')}", p.grad) for p in every if p.grad is not None
+        # An empty one in the place of none, so that all ranks count alike.
+        (f"gradient of {names.get(id(p), 'params')}", torch.empty(0) if p.grad is None else settled(p.grad))
+        for p in every
     ]
     if optimizer.samples:
         named += raw_moments(optimizer._factors, loss_scale)
-    refuse_nonfinite("step", named, "call zero_grad() and leave the batch out")
+    group = group_of(optimizer) if mesh_of(optimizer) is not None else None
+    if group is None:
+        refuse_nonfinite("step", named, MEND)
+        return
+    first = first_nonfinite("step", named)
+    least = least_of_all(FINITE, first, group, optimizer._factors.H_effective[0].device)
+    if least == first:
+        refuse_nonfinite("step", named[first : first + 1], MEND)
+    else:
+        refuse("step", named[least][0], "be finite", "inf or NaN on another rank", MEND, NonFiniteError)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .torch_internals import calling_frame, exporting, transforming
+from .torch_shards import is_sharded
 
 if TYPE_CHECKING:
     from .torch_attention import Watch
@@ -31,6 +32,7 @@ FOLLOWS = find_spec("torch._higher_order_ops.register_hook") is not None
 OPTIONS: dict[str, Any] = {"mutates_args": (), **({"tags": (torch.Tag.cudagraph_unsafe,)} if FOLLOWS else {})}
 numbers = count()
 _hooks: WeakValueDictionary[str, Any] = WeakValueDictionary()
+_laid: dict[int, Any] = {}  # calls of graphs that hand over DTensors: mesh, placements and shape of both
 
 
 def key_of(tap: Tap | Watch) -> str:
@@ -79,9 +81,8 @@ def trace(tap: Tap, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         return
     if _is_alone():
         kept, key, call = h.detach().clone(), tap.key + "", 0
-        out.register_hook(
-            lambda s: receive(kept, s, key, call)
-        )  # a hook on an input of the graph: Dynamo leaves it alone
+        hand = _receive_local if is_sharded(h) else receive
+        out.register_hook(lambda s: hand(kept, s, key, call))  # a hook on an input of the graph: Dynamo leaves it alone
     else:
         watch(h, out, tap.key + "")
 
@@ -95,7 +96,20 @@ def watch(h: Tensor, out: Tensor, key: str) -> None:
     """
     kept = h.detach().clone()  # the compiler keeps `h` itself where nothing overwrites it
     call = next(numbers)
-    out.register_hook(lambda s: receive(kept, s, key, call))
+    hand = _receive_local if is_sharded(h) else receive
+    out.register_hook(lambda s: hand(kept, s, key, call))
+
+
+def _receive_local(h: Any, s: Any, key: str, call: int) -> None:
+    """`receive` of DTensors: an operation of a graph gets what lies in memory, and the call tells their layouts."""
+    _laid[call] = [(x.device_mesh, x.placements, _known_shape(x)) for x in (h, s)]
+    receive(h.to_local(), s.to_local(), key, call)
+
+
+def _known_shape(x: Any) -> dict[str, Any]:
+    """Shape and strides, unless they vary from call to call: then ranks have equal parts."""
+    fixed = all(type(n) is int for n in (*x.shape, *x.stride()))
+    return {"shape": x.shape, "stride": x.stride()} if fixed else {}
 
 
 torch.fx.has_side_effect(watch)  # or graphs that are split, as for DistributedDataParallel, would lose it
@@ -117,12 +131,20 @@ def receiver(key: str) -> tuple[Any, Any, Any] | None:
 def receive(h: Tensor, s: Tensor, key: str, call: int) -> None:
     """From a compiled backward pass: a layer's input and output gradient, read at once, as their memory is reused.
 
-    `call` has a meaning for compilers alone, which would make one operation of two that are given the same.
+    `call` tells the layouts of DTensors, and to compilers, which would make one operation of two that are given the
+    same, that they are two.
     """
     found = receiver(key)
     if found is not None:
         tap, optimizer, module = found
-        optimizer._receive(tap.index, *tap.kind.arrange(module, h, s), tap.layer, at_once=True)
+        if call in _laid:
+            from torch.distributed.tensor import DTensor
+
+            h, s = (
+                DTensor.from_local(x, mesh, placements, run_check=False, **shape)
+                for x, (mesh, placements, shape) in zip((h, s), _laid[call])
+            )
+        tap.receive(optimizer, module, h, s, at_once=True)
 
 
 @receive.register_fake

@@ -14,6 +14,7 @@ from cafin_cupy.layers import Layer
 
 from .torch_groups import Group, own_group
 from .torch_layers import find_joined
+from .torch_parallel import team_of
 from .torch_ranks import over_ranks
 from .torch_scalars import checked_hyper
 from .torch_shards import local, named_parameters
@@ -35,6 +36,7 @@ def join(optimizer: AdaFisher, param_group: Any, add: Callable[[dict[str, Any]],
     add(group)
     if found is not None:
         optimizer._detach()
+        optimizer._team = team_of(optimizer.model)
         optimizer._layers, optimizer._modules, optimizer._kinds = found
         optimizer._kept_factors, optimizer._owners = factors, owners(optimizer._layers)
         optimizer._attach(waiting=True)

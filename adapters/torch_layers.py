@@ -16,6 +16,8 @@ from cafin_cupy.layers import Layer
 from . import torch_compiled
 from .torch_internals import graph_is_kept, is_batched, top_saved_tensors_hooks, transforming
 from .torch_kinds import Kind, kind_of
+from .torch_parallel import computed_together, share_of
+from .torch_shards import is_sharded
 
 
 def find_layers(model: nn.Module) -> tuple[list[Layer], list[tuple[str, nn.Module, int, Layer]], list[Kind]]:
@@ -73,12 +75,14 @@ def find_joined(
 
 
 def attach(optimizer: Any) -> Iterator[Any]:
-    """Hook all layers that are called; the handles of the hooks."""
+    """Hook all layers that are called; the handles of the hooks. Of layers that several ranks compute together they go
+    first, and see input and output as DTensors, which the hooks of tensor parallelism make and unmake."""
     for (_, module, index, layer), kind in zip(optimizer._modules, optimizer._kinds):
         if not kind.lends:
             tap = Tap(optimizer, index, layer, kind, module)
             optimizer._gates.append(tap)
-            yield module.register_forward_hook(tap, with_kwargs=True)
+            first = computed_together(optimizer, layer)
+            yield module.register_forward_hook(tap, with_kwargs=True, prepend=first)
 
 
 def counts(optimizer: Any, module: nn.Module) -> bool:
@@ -144,11 +148,14 @@ class Tap:
         kept = keep(h.detach() if itself else h.detach().clone())
         output.register_hook(_Catch(self._optimizer, receiver or self, module, kept))
 
-    def receive(self, optimizer: Any, module: nn.Module, h: Tensor, s: Tensor) -> None:
+    def receive(self, optimizer: Any, module: nn.Module, h: Tensor, s: Tensor, at_once: bool = False) -> None:
         """From backward."""
         h, s = self.kind.arrange(module, h, s)
+        layer, place = self.layer, None
+        if is_sharded(h) or is_sharded(s):
+            h, s, layer, place = share_of(optimizer._team, layer, h, s)
         try:
-            optimizer._receive(self.index, h, s, self.layer)
+            optimizer._receive(self.index, h, s, layer, at_once, place)
         except CafinValueError as error:
             mend = f"if {type(module).__name__} takes or returns something else first, `register_layer` can tell"
             raise CafinValueError(f"{error}; {mend}") from error

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from cafin_cupy.parts import Part, Rate, rate
 
+from .torch_ranks import group_of
+from .torch_reduced import telling
 from .torch_scalars import checked_hypers
-from .torch_shards import local, named_parameters
+from .torch_shards import local, mesh_of, named_parameters, part_of
 from .torch_zero import homes
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
+
+CURVATURE = "the sum of the norms for curvature()"
 
 
 def parts(optimizer: AdaFisher) -> list[Part]:
@@ -58,6 +64,28 @@ def rates(optimizer: AdaFisher, where: str) -> list[Rate]:
             t = t.clamp(min=1).double() if _on_device(t) else max(1, int(t))
             found.append(rate(hyper, 1.0 - hyper.beta**t, lr))
     return found
+
+
+def held(part: Part, pair: tuple[Any, Any] | None) -> tuple[Any, Any, tuple[Any, Any] | None]:
+    """This rank's part of parameter, momentum and factors."""
+    own = None if pair is None else part_of(pair, part.array, part.name)
+    return local(part.array), local(part.momentum), own
+
+
+def over_parts(optimizer: AdaFisher) -> Callable[[Tensor], Tensor] | None:
+    """What adds squared norms up over the ranks, for the ratio of two: of one parameter each part is held by equally
+    many ranks, so that cancels. None if all hold the whole."""
+    group = group_of(optimizer) if mesh_of(optimizer) is not None else None
+    if group is None:
+        return None
+
+    def total(squares: Tensor) -> Tensor:
+        squares = squares.contiguous()
+        with telling(CURVATURE, group):
+            dist.all_reduce(squares, group=group)
+        return squares
+
+    return total
 
 
 def _on_device(value: Any) -> bool:

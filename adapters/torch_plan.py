@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,9 @@ from .torch_checks import check_owned, check_place
 from .torch_groups import check_groups
 from .torch_inference import leaves_inference_mode
 from .torch_internals import count_changes
+from .torch_parallel import own_gradient, unsummed
 from .torch_precision import master_of, momentum_of, steps_of, written_state
-from .torch_shards import local, local_average, local_gradient, named_parameters, part_of
+from .torch_shards import local, local_average, named_parameters, part_of
 from .torch_verdict import see_whether_refreshed
 from .torch_zero import Shares, homes, shared_by
 
@@ -62,7 +64,7 @@ class Plan:
         self.owned: list[Tensor] = [p for _, p in active]
         self.params: list[Tensor] = list(map(local, self.owned))  # this rank's parts, where they are sharded
         self.whole = all(map(is_, self.params, self.owned))
-        self.gradient_of: Callable[[Any], Any] = _GRADIENT if self.whole else local_gradient
+        self.gradient_of: Callable[[Any], Any] = _GRADIENT if self.whole else partial(own_gradient, optimizer._team)
         group, home = shared_by(optimizer), homes(optimizer)
         divided = list(map(home, self.owned))  # as their state is
         joining = [p for _, p in every if p.requires_grad or p in optimizer.state]
@@ -111,8 +113,9 @@ class Plan:
                 self.launch = SpreadUpdate(layouts, pointers, self.params, devices, at, self.keys)
             elif devices:
                 self.launch = CudaUpdate(layouts, pointers, self.params[0], self.device, at, self.keys)
-        for p, g in zip(self.params, map(self.gradient_of, self.owned)):
-            self._check(p, g)
+        for p, x in zip(self.owned, self.params):
+            if not unsummed(optimizer._team, p):  # which takes all ranks, and is checked by `gradients`
+                self._check(x, self.gradient_of(p))
         self.kept = optimizer.state
         self.states = states = self._states(optimizer, averages, masters)
         self.in_order = len(self.kept) == len(states)  # no state of a parameter that has left its group

@@ -17,9 +17,10 @@ from cafin_cupy.errors import BackendError, CafinError, CafinTypeError, refuse
 from cafin_cupy.factors import Factors
 from cafin_cupy.rule import at_least, whole
 
+from .torch_parallel import Team
 from .torch_reduced import ReducedFactors, same_on_all_ranks, telling
 from .torch_scalars import SCALARS
-from .torch_shards import is_sharded, mesh_of, named_parameters, sharded, shards
+from .torch_shards import local, mesh_of, named_parameters, part_number, sharded, shards
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -37,7 +38,8 @@ def check_dist(where: str, given: Any, model: nn.Module) -> Any:
         size = mesh.size() if mesh is not None else _size(wrapped) if wrapped is not None else 1
         if given is False and size > 1:
             got, mend = "False", "leave it out; the ranks would follow different factors and drift apart"
-            refuse(where, "dist", "not be False in DistributedDataParallel or fully_shard", got, mend)
+            rule = "not be False in DistributedDataParallel or fully_shard, or with tensor parallelism"
+            refuse(where, "dist", rule, got, mend)
         return given
     if not dist.is_available() or not isinstance(given, dist.ProcessGroup):
         rule = "be None, True, False or a process group that this rank is in"
@@ -105,18 +107,23 @@ def group_of(optimizer: AdaFisher) -> Any:
     else:
         if not dist.is_initialized():
             return None
-        given = _group_of_wrappers("step", optimizer.model) or _group_of_mesh(mesh_of(optimizer))
+        given = _group_of_wrappers("step", optimizer.model) or _group_of_mesh(optimizer)
     return given if _size(given) > 1 else None
 
 
-def _group_of_mesh(mesh: Any) -> Any:
-    """The ranks that parameters are sharded over, all of which share the batch; all ranks where they are not."""
-    if mesh is None or mesh.size() == dist.get_world_size():
+def _group_of_mesh(optimizer: AdaFisher) -> Any:
+    """The ranks that `fully_shard` has divided parameters over, all of which share the batch, with their teams; all
+    ranks where it has not."""
+    mesh, team = mesh_of(optimizer), optimizer._team
+    if mesh is None or len(team.others) < 2:
         return dist.group.WORLD
-    if mesh.ndim == 1:
+    ranks = max(1, len(team.ranks)) * len(team.others)
+    if ranks == dist.get_world_size():
+        return dist.group.WORLD
+    if mesh.ndim == 1 and not team.divides:
         return mesh.get_group()
     raise BackendError(
-        f"step: a mesh of several dimensions must hold all {dist.get_world_size()} ranks, got {mesh.size()}; pass "
+        f"step: a mesh of several dimensions must hold all {dist.get_world_size()} ranks, got {ranks}; pass "
         "dist=torch.distributed.new_group(ranks of the mesh)"
     )
 
@@ -130,7 +137,9 @@ def over_ranks(optimizer: Any, factors: Factors) -> Factors:
     own = factors if reduced is None else reduced.own
     if group is None:
         return own
-    return ReducedFactors(own, group, optimizer._divide_factor or float(_size(group)))
+    team: Team = optimizer._team
+    losses = _size(group) / max(1, len(team.ranks))
+    return ReducedFactors(own, group, optimizer._divide_factor or losses, team)
 
 
 def meet(optimizer: AdaFisher, sampled: bool) -> None:
@@ -281,25 +290,28 @@ def _compare(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 @torch.no_grad()
 def compare_ranks(optimizer: AdaFisher, group: Any) -> None:
-    """Compare a hash of parameters, momenta and factors over the ranks.
+    """Compare a hash of parameters, momenta and factors over the ranks; of sharded ones, over those that hold the same
+    part.
 
     Raises:
         CafinError: on every rank, with the first name that differs.
     """
-    named = dict(_state(optimizer))
-    if not named:
+    state = list(_state(optimizer, group))
+    if not state:
         return
-    device = next(iter(named.values())).device
-    numbers = torch.stack([fingerprint(x).to(device) for x in named.values()]).tolist()
+    device = state[0][1].device
+    hashes = torch.stack([fingerprint(x).to(device) for _, x, _, _ in state]).tolist()
+    named = [name for name, _, _, parts in state for _ in range(parts)]
+    numbers = [mine if k == part else None for mine, (_, _, part, parts) in zip(hashes, state) for k in range(parts)]
     with telling(CHECK, group):
-        if not all(same_on_all_ranks([zlib.crc32(repr(list(named)).encode())], group, device)):
+        if not all(same_on_all_ranks([zlib.crc32(repr(named).encode())], group, device)):
             raise CafinError(
                 f"step: all {_size(group)} ranks must have the state of the same parameters and layers, got others "
                 f"than this rank's on some after step {optimizer._steps}; load the last checkpoint on all ranks"
             )
         same = same_on_all_ranks(numbers, group, device)
     if not all(same):
-        first = list(named)[same.index(False)]
+        first = named[same.index(False)]
         raise CafinError(
             f"step: {first} must be the same on all {_size(group)} ranks, got different bits after step "
             f"{optimizer._steps}; load the last checkpoint, and look for what ranks do apart: gradients that are not "
@@ -307,20 +319,22 @@ def compare_ranks(optimizer: AdaFisher, group: Any) -> None:
         )
 
 
-def _state(optimizer: AdaFisher) -> Iterator[tuple[str, Tensor]]:
+def _state(optimizer: AdaFisher, ranks: Any) -> Iterator[tuple[str, Tensor, int, int]]:
+    """(name, what this rank holds, which part that is, of how many) of what several ranks hold."""
     names = {id(p): name for name, p in named_parameters(optimizer.model)}
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if is_sharded(p):  # others hold other parts
+            part, parts = part_number(p)
+            if parts >= _size(ranks):  # nobody else holds it
                 continue
             name = names.get(id(p), "params")
-            yield f"parameter {name}", p
+            yield f"parameter {name}", local(p), part, parts
             for key, value in optimizer.state.get(p, {}).items():
-                if isinstance(value, Tensor) and not is_sharded(value):
-                    yield f"{key} of {name}", value
+                if isinstance(value, Tensor) and (here := part_number(value))[1] < _size(ranks):
+                    yield f"{key} of {name}", local(value), *here
     for name, (H, S) in optimizer.factors().items():
-        yield f"H of {name}", H
-        yield f"S of {name}", S
+        yield f"H of {name}", H, 0, 1
+        yield f"S of {name}", S, 0, 1
 
 
 def fingerprint(x: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from cafin_cupy.factors import Factors
 from cafin_cupy.layers import Layer
 from cafin_cupy.reference import RawSums, add_sums
 
+from .torch_parallel import Place, Team
+
 COLLECTIVE = "the all-reduce of the factors' sums"
 
 
@@ -45,10 +47,15 @@ class ReducedFactors(Factors):
     which the ranks know nothing: each rank tells its own in the buffer, and where one is longer than any before, as on
     the first sampled step, the collective is repeated with more room. All ranks decide from reduced numbers.
 
+    **Teams.** Ranks that compute one loss together (see torch_parallel.py) have the same L_r, which counts once: d is
+    the number of teams. Each rank lays its share of a layer's sums into a vector of zeros; what all of a team have
+    counts on its first rank alone.
+
     Args:
         own: the factors of this process, whose arrays these share.
         group: the process group.
         divide_factor: d, what the sum of the ranks' gradients is divided by.
+        team: the ranks that compute one loss together with this one.
 
     Attributes:
         agreed: the ranks have found each other alike since these were made or loaded; else the lengths and the order of
@@ -56,8 +63,10 @@ class ReducedFactors(Factors):
         difference: what they have found to differ, until a step has told it.
     """
 
-    def __init__(self, own: Factors, group: Any, divide_factor: float) -> None:
+    def __init__(self, own: Factors, group: Any, divide_factor: float, team: Team) -> None:
         self.own, self.group, self.divide_factor, self.agreed = own, group, divide_factor, False
+        self.team = team
+        self._places: dict[int, Place] = {}  # of the sums in `own`
         self.difference: str | None = None
         self.layers, self.averaging, self.kernels = own.layers, own.averaging, own.kernels
         self.H, self.S, self.skipped = own.H, own.S, own.skipped
@@ -70,6 +79,7 @@ class ReducedFactors(Factors):
         self._flight: _Flight | None = None
         self._total: dict[int, RawSums] | None = None  # of all ranks
         self._taken = False  # `own` has them
+        self._aside: dict[int, RawSums] = {}  # whole vectors, still to be sent
 
     # What one process's factors do by themselves
 
@@ -83,13 +93,25 @@ class ReducedFactors(Factors):
 
     @property
     def pending(self) -> bool:
-        return self.own.pending or self._flight is not None or bool(self._total)
+        return self.own.pending or self._flight is not None or bool(self._total or self._aside)
+
+    def place(self, index: int, place: Place | None) -> None:
+        """Before a call of a layer is accumulated: what its sums are of the whole; None for all of it on every rank of
+        the team. Calls of different places, as of other lengths of sequences, are laid into the whole one by one."""
+        place = place or Place(0, 0, self.layers[index].S_size, (self.team.counts,) * 3)
+        if self._places.get(index, place) != place and self.own.pending:
+            self._aside = self._seen()
+            self.own.discard()
+        self._places[index] = place
 
     def accumulate(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
         self.own.accumulate(index, h, s, layer)
 
     def defer(self, index: int, h: Any, s: Any, layer: Layer | None = None) -> None:
         self.own.defer(index, h, s, layer)
+
+    def add(self, index: int, sums: RawSums) -> None:
+        self.own.add(index, sums)
 
     def flush(self) -> None:
         self.own.flush()
@@ -143,8 +165,28 @@ class ReducedFactors(Factors):
         which nobody averages."""
         if self._flight is not None:
             self._land()
-        self._flight = self._send(dict(self.own.sums()))
+        self._flight = self._send(self._seen())
+        self._aside = {}
         self.own.discard()
+
+    def _seen(self) -> dict[int, RawSums]:
+        """What this rank contributes, by the layers' places."""
+        seen = {index: self._laid(index, sums) for index, sums in self.own.sums()}
+        for index, sums in self._aside.items():
+            seen[index] = add_sums(sums, seen[index]) if index in seen else sums
+        return seen
+
+    def _laid(self, index: int, sums: RawSums) -> RawSums:
+        """Sums of a part of a layer as those of the layer, which other ranks' are added to."""
+        if not self.team.divides:
+            return sums
+        place, layer = self._places[index], self.layers[index]
+        room = layer.H_units or place.H + sums.H.shape[0]
+        H, S = sums.H.new_zeros(room), sums.S.new_zeros(layer.S_size)
+        for vector, x, first, counts in ((H, sums.H, place.H, place.counts[0]), (S, sums.S, place.S, place.counts[1])):
+            if counts:
+                vector[first : first + x.shape[0]] = x
+        return RawSums(H, S, sums.n if place.counts[2] else 0)
 
     def _reduce(self) -> None:
         """Wait for the sums of all ranks, once a step. All ranks start equally many collectives: that is decided by
@@ -199,7 +241,7 @@ class ReducedFactors(Factors):
                     head = [round(x) for x in buffer[: layers + len(self._varying) * ranks].tolist()]
             except BaseException:  # so that the step may be tried again
                 self._flight = None
-                self.own.take(list(local.items()))
+                self._aside = {index: RawSums(sums.H.clone(), sums.S.clone(), sums.n) for index, sums in local.items()}
                 raise
             for place, index in enumerate(self._varying):
                 units[index] = max(head[layers + place * ranks : layers + (place + 1) * ranks])
@@ -218,13 +260,23 @@ class ReducedFactors(Factors):
         self._total = total
 
 
-def same_on_all_ranks(numbers: Sequence[int], group: Any, device: torch.device) -> list[bool]:
-    """Of each number, whether all ranks of the group have the same. One collective; waits for the device."""
-    x = torch.tensor(numbers, dtype=torch.int64, device=device)
-    extremes = torch.cat([x, -x])
+def same_on_all_ranks(numbers: Sequence[int | None], group: Any, device: torch.device) -> list[bool]:
+    """Of each number, whether all ranks of the group that have one have the same; None where this rank has none. One
+    collective; waits for the device."""
+    least = torch.iinfo(torch.int64).min
+    both = [least if x is None else sign * x for sign in (1, -1) for x in numbers]
+    extremes = torch.tensor(both, dtype=torch.int64, device=device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     high, low = extremes.chunk(2)
     return (high == -low).tolist()
+
+
+def least_of_all(collective: str, number: int, group: Any, device: torch.device) -> int:
+    """The least of the ranks' numbers. One collective; waits for the device."""
+    x = torch.tensor(number, device=device)
+    with telling(collective, group):
+        dist.all_reduce(x, op=dist.ReduceOp.MIN, group=group)
+        return int(x)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from cafin_cupy.errors import BackendError
 from cafin_cupy.factors import Factors, make_factors, owners
 from cafin_cupy.interrupts import uninterrupted
 from cafin_cupy.layers import Layer
+from cafin_cupy.reference import RawSums, raw_sums
 from cafin_cupy.rule import Averaging, Hyper, steps_in, whole
 from cafin_cupy.update import ReferenceUpdate
 from cafin_cupy.verdict import Readback
@@ -24,9 +25,11 @@ from .torch_groups import check_groups
 from .torch_inference import leaves_inference_mode
 from .torch_internals import at_end_of_backward, backward_number
 from .torch_layers import attach, find_layers
+from .torch_parallel import Place, Team, settled, team_of
 from .torch_plan import Plan
 from .torch_ranks import attach_to_root, over_ranks
-from .torch_shards import local
+from .torch_reduced import ReducedFactors
+from .torch_shards import is_sharded, local
 from .torch_wrappers import itself
 
 _READ_BY_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,6 +43,7 @@ class Sampling(torch.optim.Optimizer):
     capturable: bool
     _requested: str | None  # backend
     _steps: int
+    _team: Team  # of ranks that compute the model's layers together
 
     def _reset(self) -> None:
         """Forget all that is derived from parameters, state and device."""
@@ -64,6 +68,7 @@ class Sampling(torch.optim.Optimizer):
     def _find_layers(self) -> None:
         self._layers, self._modules, self._kinds = find_layers(self.model)
         self._owners = owners(self._layers)
+        self._team = team_of(self.model)
 
     @property
     def _factors(self) -> Factors:
@@ -195,10 +200,20 @@ class Sampling(torch.optim.Optimizer):
         if self._kept_factors is None:
             self._factors  # noqa: B018
 
-    def _receive(self, index: int, h: Tensor, s: Tensor, layer: Layer | None, at_once: bool = False) -> None:
-        """From backward: a layer's input and output gradient, to be read `at_once` if their memory is used again."""
+    def _receive(
+        self,
+        index: int,
+        h: Tensor,
+        s: Tensor,
+        layer: Layer | None,
+        at_once: bool = False,
+        place: Place | None = None,
+    ) -> None:
+        """From backward: a layer's input and output gradient, to be read `at_once` if their memory is used again. Of a
+        layer that several ranks compute together, this rank's share, and its place."""
         if not self._reads():
             return
+        h, s = settled(h), settled(s)
         capturing = h.is_cuda and torch.cuda.is_current_stream_capturing()
         if capturing and not self.capturable:
             raise BackendError(
@@ -209,11 +224,19 @@ class Sampling(torch.optim.Optimizer):
         factors = self._factors
         if capturing:
             factors.hold()
+        if self._team.divides and isinstance(factors, ReducedFactors):
+            factors.place(index, place)
         if factors.kernels:
             h, s = h.resolve_neg(), s.resolve_neg()
             h = h if h.dtype in _READ_BY_KERNELS or not h.is_floating_point() else h.float()
             s = s if s.dtype in _READ_BY_KERNELS else s.float()
-        if not at_once and self._defers():
+        home = factors.H[index]
+        if (
+            not factors.kernels and h.device != home.device and is_sharded(self._layers[index].weight)
+        ):  # CPUOffloadPolicy
+            if h.numel() and s.numel():
+                factors.add(index, beside(raw_sums(layer or self._layers[index], h, s), home))
+        elif not at_once and self._defers():
             factors.defer(index, h, s, layer)
         else:
             factors.accumulate(index, h, s, layer)
@@ -257,6 +280,11 @@ class Sampling(torch.optim.Optimizer):
             self._kept_factors.refreshed = False
         if self._taps or waiting or not steps % self._TCov:
             self._attach(waiting)
+
+
+def beside(sums: RawSums, home: Tensor) -> RawSums:
+    """Sums where their layer's factors are."""
+    return RawSums(sums.H.to(home), sums.S.to(home), sums.n)
 
 
 def _detach(taps: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Parameters of which each rank holds a part: the DTensors of `fully_shard` (FSDP2).
+"""Parameters of which each rank holds a part: the DTensors of `fully_shard` (FSDP2) and of tensor parallelism.
 
 The update of a part needs nothing of the others: momentum has the parameter's own layout, and a part of the weight's
 rows, or columns, takes the same part of the factors, which every rank has whole.
@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from cafin_cupy.arrays import wraps_others
-from cafin_cupy.errors import BackendError, CafinTypeError, refuse
+from cafin_cupy.errors import CafinTypeError, refuse
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
 
-MEND = "fully_shard of one mesh is served: `(Shard(dim),)`, and `(Replicate(), Shard(dim))` of HSDP"
+MEND = (
+    "fully_shard of one mesh is served, `(Shard(dim),)` and `(Replicate(), Shard(dim))` of HSDP, and ahead of it or "
+    "without it parallelize_module of one mesh"
+)
 
 
 def local(x: Any) -> Any:
@@ -32,10 +35,18 @@ def local_gradient(p: Any) -> Tensor | None:
     g: Any = p.grad
     if g is None or not wraps_others(p):
         return g  # type: ignore[no-any-return]
-    if not wraps_others(g) or g.placements != p.placements:
+    if not wraps_others(g) or not laid_out_alike(p):
         got = f"{type(g).__name__} of {getattr(g, 'placements', 'no placements')}"
         refuse("step", "gradient", f"be sharded as its parameter, {p.placements}", got, "redistribute it")
     return g._local_tensor  # type: ignore[no-any-return]
+
+
+def laid_out_alike(p: Any) -> bool:
+    """True unless the gradient of a DTensor is divided in another way."""
+    g = p.grad
+    if g is None or not is_sharded(p):
+        return True
+    return is_sharded(g) and g.placements == p.placements and g.device_mesh == p.device_mesh
 
 
 def local_average(state: Any) -> Any:
@@ -76,50 +87,68 @@ def check_shards(where: str, model: nn.Module) -> None:
     if any(isinstance(module, flat) for module in model.modules()):
         got, mend = "FullyShardedDataParallel, whose parameters are flat", "use fully_shard, or DistributedDataParallel"
         refuse(where, "model", "have parameters of layers", got, mend, CafinTypeError)
-    meshes: list[Any] = []
-    for name, p, managed in _owned(model):
+    if any(base.__name__ == "ReplicateModule" for module in model.modules() for base in type(module).__mro__):
+        got, mend = "a model of torch.distributed's `replicate`", "use DistributedDataParallel, or fully_shard"
+        refuse(where, "model", "have parameters of layers", got, mend, CafinTypeError)
+    first: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    for name, p, managed in owned(model):
         if not is_sharded(p):
             continue
-        argument = f"model ({name})"
-        if not managed:
-            mend = "tensor parallelism is not served; call fully_shard on the model"
-            refuse(where, argument, "be sharded by fully_shard", f"a DTensor of {p.placements}", mend, CafinTypeError)
-        *outer, inner = p.placements
-        if len(outer) > 1 or not all(x.is_replicate() for x in outer) or type(inner).__name__ != "Shard":
+        argument, dims = f"model ({name})", data_dims(p, managed)
+        data, team = p.placements[:dims], p.placements[dims:]
+        if managed and (not data or len(data) > 2 or any(hasattr(x, "dim") for x in data[:-1])):
             refuse(where, argument, "be sharded along one dimension", p.placements, MEND, CafinTypeError)
-        if meshes and p.device_mesh != meshes[0]:
+        if any(x.is_partial() for x in team):
+            refuse(where, argument, "be sharded or replicated", p.placements, MEND, CafinTypeError)
+        if p.device_mesh.get_coordinate() is None:
+            refuse(where, argument, "be on a mesh that this rank is in", p.device_mesh, MEND, CafinTypeError)
+        apart, together = ranks_of(p, managed)
+        if first is None:
+            first = apart, together
+        alike = [len(a) == 1 or len(b) == 1 or a == b for a, b in zip(first, (apart, together))]
+        first = max(first[0], apart, key=len), max(first[1], together, key=len)
+        if not all(alike) or len(set(first[0]).intersection(first[1])) > 1:
             refuse(where, argument, "have the mesh of the others", p.device_mesh, MEND, CafinTypeError)
-        meshes.append(p.device_mesh)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention) and sharded(module.parameters()) is not None:
-            got = "MultiheadAttention, whose weights its function gets by other names then"
-            mend = "leave it out by ignored_params, or use Linear layers and scaled_dot_product_attention"
-            refuse(where, f"model ({name})", "have layers that are called", got, mend, CafinTypeError)
 
 
-def _owned(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
+def owned(model: nn.Module) -> Iterator[tuple[str, Any, bool]]:
     """(name, parameter, whether `fully_shard` was called on a module around it) of all parameters."""
     around = [name for name, module in model.named_modules() if shards(module)]
     for name, p in model.named_parameters():
         yield name, p, any(not prefix or name.startswith(f"{prefix}.") for prefix in around)
 
 
+def data_dims(p: Any, managed: bool) -> int:
+    """How many dimensions of a parameter's mesh are those of `fully_shard`, which come first and end with one that it
+    shards; over the others a team of ranks works on the same data."""
+    cut = (place for place, x in enumerate(p.placements) if hasattr(x, "dim"))
+    return next(cut, -1) + 1 if managed else 0
+
+
+def ranks_of(p: Any, managed: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(ranks that hold the same part of a layer for other data, ranks that hold its other parts for the same data), by
+    a parameter's mesh; this rank among both."""
+    dims, mesh, at = data_dims(p, managed), p.device_mesh.mesh, p.device_mesh.get_coordinate()
+    return tuple(mesh[(..., *at[dims:])].flatten().tolist()), tuple(mesh[tuple(at[:dims])].flatten().tolist())
+
+
 def check_options(optimizer: AdaFisher, where: str) -> None:
     """Refuse what needs to know all elements of a sharded parameter."""
     if mesh_of(optimizer) is None:
         return
-    if optimizer.error_if_nonfinite:
-        mend = "use a GradScaler, or torch.nn.utils.clip_grad_norm_(error_if_nonfinite=True)"
-        refuse(where, "error_if_nonfinite", "be False with sharded parameters", True, mend)
     if optimizer._precision.begin:
         got, mend = "True", "use master_weights=True; its random numbers follow the place in the whole parameter"
         refuse(where, "stochastic_rounding", "be False with sharded parameters", got, mend)
 
 
-def refuse_sharded(where: str, optimizer: AdaFisher) -> None:
-    """For what looks at whole parameters."""
-    if mesh_of(optimizer) is not None:
-        raise BackendError(f"{where}: parameters must be whole on each rank, got sharded ones; factors() are whole")
+def part_number(p: Any) -> tuple[int, int]:
+    """(number of this rank's part of a parameter, how many parts there are)."""
+    number, parts = 0, 1
+    if is_sharded(p):
+        for x, size, at in zip(p.placements, p.device_mesh.shape, p.device_mesh.get_coordinate()):
+            if hasattr(x, "dim"):
+                number, parts = number * size + at, parts * size
+    return number, parts
 
 
 def place_of(p: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -148,6 +148,11 @@ class Factors:
         layer then keeps its factors on this step, a warning says so, and from then on nothing waits."""
         self.accumulate(index, h, s, layer)
 
+    def add(self, index: int, sums: reference.RawSums) -> None:
+        """Add sums that were taken elsewhere, as on a GPU for parameters on a CPU; they lie beside the layer's factors.
+        Of the reference backend."""
+        raise NotImplementedError
+
     def flush(self) -> None:
         """Read all arrays that wait since `defer`, and make the current stream wait for it."""
 
@@ -192,7 +197,9 @@ class ReferenceFactors(Factors):
         check_pair("accumulate", layer, h, s)
         if 0 in h.shape or 0 in s.shape:
             return
-        sums = reference.raw_sums(layer, h, s)
+        self.add(index, reference.raw_sums(layer, h, s))
+
+    def add(self, index: int, sums: reference.RawSums) -> None:
         earlier = self._sums[index]
         self._sums[index] = sums if earlier is None else reference.add_sums(earlier, sums)
 

@@ -30,15 +30,24 @@ def refuse_nonfinite(where: str, named: Named, mend: str) -> None:
     Raises:
         NonFiniteError: it names the first of them.
     """
-    named = [(name, known(array, where, name)) for name, array in named]
-    if _all_finite([array for _, array in named]):
-        return
-    for name, array in named:
-        xp = array_namespace(array)
-        count = int(xp.count_nonzero(~xp.isfinite(array)))
-        if count:
-            got = f"inf or NaN in {count} of {math.prod(array.shape)} elements"
-            refuse(where, name, "be finite", got, mend, NonFiniteError)
+    first = first_nonfinite(where, named)
+    if first < len(named):
+        name, array = named[first]
+        got = f"inf or NaN in {_nonfinite(known(array, where, name))} of {math.prod(array.shape)} elements"
+        refuse(where, name, "be finite", got, mend, NonFiniteError)
+
+
+def first_nonfinite(where: str, named: Named) -> int:
+    """The place of the first array that holds an inf or a NaN; their number if none does. Waits for their device."""
+    arrays = [known(array, where, name) for name, array in named]
+    if _all_finite(arrays):
+        return len(arrays)
+    return next((place for place, array in enumerate(arrays) if _nonfinite(array)), len(arrays))
+
+
+def _nonfinite(array: Any) -> int:
+    xp = array_namespace(array)
+    return int(xp.count_nonzero(~xp.isfinite(array)))
 
 
 def _all_finite(arrays: Sequence[Any]) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as state_dicts
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint as recomputed
 from torch_helpers import Net, Tokens, everything, images, mlp, net, rows
 
@@ -325,21 +325,12 @@ def check_what_cannot_be_served_is_refused(rank: int, ranks: int) -> None:
     with pytest.raises(CafinError, match="`model` must have parameters of layers, got FullyShardedDataParallel"):
         AdaFisher(FullyShardedDataParallel(mlp("cpu"), device_id=torch.device("cpu")))
     mesh = init_device_mesh("cpu", (ranks,))
-    model = mlp("cpu")
-    model[3].weight = nn.Parameter(distribute_tensor(model[3].weight.detach(), mesh, [Shard(0)]))
-    with pytest.raises(CafinError, match=r"`model \(3.weight\)` must be sharded by fully_shard, got a DTensor"):
-        AdaFisher(model)
-    with pytest.raises(CafinError, match="MultiheadAttention"):
-        AdaFisher(fully_shard(nn.MultiheadAttention(8, 2)))
     model = fully_shard(mlp("cpu"))
-    for option in ("error_if_nonfinite", "stochastic_rounding"):
-        with pytest.raises(CafinError, match=f"`{option}` must be False with sharded parameters"):
-            AdaFisher(model, **{option: True})
+    with pytest.raises(CafinError, match="`stochastic_rounding` must be False with sharded parameters"):
+        AdaFisher(model, stochastic_rounding=True)
     with pytest.raises(CafinError, match="`dist` must not be False in DistributedDataParallel or fully_shard"):
         AdaFisher(model, dist=False)
     optimizer = AdaFisher(model)
-    with pytest.raises(CafinError, match="curvature: parameters must be whole"):
-        optimizer.curvature()
     loss_of(model, rows("cpu", 1)[0]).backward()
     model[0].weight.grad = model[0].weight.grad.redistribute(mesh, [torch.distributed.tensor.Replicate()])
     with pytest.raises(CafinError, match="be sharded as its parameter"):

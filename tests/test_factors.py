@@ -284,6 +284,20 @@ def test_views_of_the_factors_stay_valid() -> None:
     assert not factors.pending
 
 
+def test_sums_that_were_taken_elsewhere() -> None:
+    """They count as those taken here, behind and ahead of them."""
+    case = EXAMPLES[0]
+    one, other = (ReferenceFactors([case.layer()], RAW) for _ in range(2))
+    for k in range(3):
+        one.accumulate(0, *case.data())
+        if k == 1:
+            other.accumulate(0, *case.data())
+        else:
+            other.add(0, reference.raw_sums(case.layer(), *case.data()))
+    for got, want in zip(other.sums()[0][1], one.sums()[0][1]):
+        np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_precision_of_the_factors(dtype: str) -> None:
     """float64 for float64 weights, and for averages of raw moments: the ones they start from would drown small ones."""
