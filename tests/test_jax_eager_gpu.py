@@ -122,6 +122,8 @@ def test_the_host_does_not_wait() -> None:
     p, m = [y["p"]], [y["m"]]
     for _ in range(2):
         p, m = fused_step(p, [y["g"]], m, [(y["H"], y["S"])], lr=0.1, donate=True, stream=stream)
+        with borrowed([y["g"]], stream):  # compiled here, not where it is timed
+            pass
     jax.block_until_ready(p)
     with stream:
         for _ in range(50):

@@ -62,6 +62,16 @@ def sums_of(layers: Any, seed: int) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(rng.random(x.shape) + 0.5, x.dtype), layers.zeros())
 
 
+def steepness(layers: Any, state: Any) -> float:
+    """How much more a rounding of a moving average counts where it is normalised, as (F~ - min) / (max - min)."""
+    if isinstance(state.factors.averages, tuple):
+        return 1.0
+    averages = layers.factors(state._replace(factors=state.factors._replace(used=state.factors.averages)))
+    every = [x for pair in averages.values() for x in pair]
+    ranges = [(jnp.max(x, axis=-1), jnp.max(x, axis=-1) - jnp.min(x, axis=-1)) for x in every]
+    return max(float(jnp.max(high / jnp.maximum(wide, 1e-6))) for high, wide in ranges)
+
+
 @pytest.mark.parametrize("momentum", [None, "bfloat16"], ids=str)
 @pytest.mark.parametrize("decoupled", [False, True], ids=["l2", "decoupled"])
 @pytest.mark.parametrize("averaging", ["parity", "paper"])
@@ -89,11 +99,12 @@ def test_the_kernel_follows_the_formulas(averaging: str, decoupled: bool, moment
         for k in range(4):
             p, state = step(p, params_of(shapes, k + 1), state, factors=sums_of(layers, k), grad_scale=2.0)
         results.append((p, state))
+    used = results[1][1].factors.used
     for got, want in zip(*map(jax.tree.leaves, results)):
         scale = float(jnp.max(jnp.abs(want.astype(jnp.float32)), initial=0.0))
         # Of four steps. A momentum that is rounded to another neighbour moves a parameter by 2^-8 of its step.
         close = 2.0**-14 if momentum and want.dtype == jnp.float32 else CLOSE.get(str(want.dtype), 0)
-        slack = 4 * close * scale
+        slack = 4 * close * scale * (steepness(layers, results[1][1]) if want is used else 1.0)
         np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=0, atol=slack)
 
 
@@ -238,7 +249,8 @@ def gradients(batch: int) -> tuple[Any, Any, Any]:
 
 
 def test_a_sampled_step_as_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients, sums, factors and update in one program: three kinds of launches."""
+    """Gradients, sums, factors and update in one program: two launches a layer for the sums, one for all factors, and
+    one for the update."""
     loss, (params, taps, x), layers = gradients(32)
     results = {}
     for backend in ("cuda", "reference"):
@@ -250,7 +262,7 @@ def test_a_sampled_step_as_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
             return optimizer.step(params, grads, state, factors=sums)
 
         compiled = jax.jit(step).lower(params, optimizer.init(params), x).compile()
-        assert compiled.as_text().count("gpu.ptx") == (5 if backend == "cuda" else 0)
+        assert compiled.as_text().count("gpu.ptx") == (6 if backend == "cuda" else 0)
         results[backend] = compiled(params, optimizer.init(params), x)
     for a, b in zip(*map(jax.tree.leaves, results.values())):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.max(jnp.abs(b), initial=0)))
