@@ -36,8 +36,7 @@ FILES = (
 # kernel, takes minutes to load PyTorch's; and it slows with every array there is. Whole trainings launch cuBLAS's,
 # thousands of times.
 LEFT_OUT = "not torch-cuda and not learns_digits"
-SLOW = ("precision",)
-SLOW_TESTS = " and not many_layers_of_many_sizes and not uploads_behind_a_busy_stream and not refusals_on_the_gpu"
+SLOW = " and not many_layers_of_many_sizes and not uploads_behind_a_busy_stream and not refusals_on_the_gpu"
 NAMES = [name for names in (*KERNELS.values(), IN_XLA) for name in names]
 LAUNCHES = "SANITIZE_LAUNCHES"  # where the plugin writes what was launched
 
@@ -112,10 +111,8 @@ def check(tool: str, options: list[str], folder: Path) -> dict[str, Any]:
     # Where memory was written matters to initcheck, so it must watch all kernels; the others only ours.
     ours = [] if tool == "initcheck" else [word for name in NAMES for word in ("--kernel-name", f"kernel_name={name}")]
     words = [sys.executable, "-m", "pytest", "-v", "-p", "sanitize", "-p", "no:cacheprovider", "-m", "gpu", *options]
-    slow = tool == "initcheck"
-    names = [name for name in FILES if not (slow and name in SLOW)]
-    chosen = LEFT_OUT + (SLOW_TESTS if slow else "")
-    files = [str(TESTS / f"test_{name}.py") for name in names]
+    chosen = LEFT_OUT + (SLOW if tool == "initcheck" else "")
+    files = [str(TESTS / f"test_{name}.py") for name in FILES]
     begin = time.monotonic()
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as launches:
