@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cafin_cupy.arrays import View, contiguous_strides, place, view
+from cafin_cupy.arrays import View, contiguous_strides, stream_address, view
 from cafin_cupy.errors import CafinTypeError, refuse
 from cafin_cupy.interrupts import uninterrupted
 from cafin_cupy.nonfinite import refuse_nonfinite
@@ -96,16 +96,20 @@ def fused_step(
             if not isinstance(x, jax.Array):
                 mend = "convert it, or see cafin_cupy.fused_step for arrays that are updated in place"
                 refuse(where, f"{path}[{name!r}]", "be a JAX array", type(x).__name__, mend, CafinTypeError)
+    if stream is not None:
+        stream_address(stream, where)
     options = lr, beta, Lambda, weight_decay, decoupled, step, stochastic_rounding, seed, backend, False
     call = checked(where, p, g, m, pairs, None, *options, _seen)
+    own = [*p.values(), *m.values()]
+    read = [x for x in jax.tree.leaves((g, pairs)) if isinstance(x, jax.Array)]
+    _refuse_several(where, "params", own + read)
     if looks:
         refuse_nonfinite(where, [(f"gradient of params[{name!r}]", x) for name, x in g.items()], SKIP)
-    read = [x for x in jax.tree.leaves((g, pairs)) if isinstance(x, jax.Array)]
 
     def back(arrays: list[Any]) -> tuple[Any, Any]:
         return jax.tree.unflatten(structure, arrays[: len(p)]), jax.tree.unflatten(structure, arrays[len(p) :])
 
-    return _stepped(call, [*p.values(), *m.values()], read, back, donate, stream)
+    return _stepped(call, own, read, back, donate, stream)
 
 
 @contextmanager
@@ -121,33 +125,34 @@ def borrowed(arrays: Any, stream: Any = None) -> Iterator[Any]:
     as well, but waits for both then.
 
     Args:
-        arrays: tree of JAX arrays on one device; what else is in it is passed on. Nobody may write to them.
+        arrays: tree of JAX arrays on one device; what else is in it is passed on. Nobody may write to them, and on a
+            GPU nobody may donate them within.
         stream: CUDA stream or its address; CuPy's current one if None. Within, it is CuPy's current one.
 
     Yields:
-        The tree with CuPy arrays (on a CPU NumPy's, read-only) on the same memory; of no use any more after the
-        context.
+        The tree with CuPy arrays on the same memory, of no use any more after the context; on a CPU with NumPy's,
+        read-only, which keep it alive.
 
     Raises:
         CafinError: an array is refused, as within `jax.jit`.
     """
     where = "borrowed"
+    if stream is not None:
+        stream_address(stream, where)
     found, structure = jax.tree_util.tree_flatten_with_path(arrays)
-    seen = [_seen(x, where, path_name(at)) if isinstance(x, jax.Array) else None for at, x in found]
+    seen = [_seen(x, where, path_name(at) or "arrays") if isinstance(x, jax.Array) else None for at, x in found]
     mine = [x for (_, x), v in zip(found, seen) if v]
-    devices = {v.device for v in seen if v} or {"cpu"}
-    if len(devices) > 1:
-        got = " and ".join(sorted(map(place, devices)))
-        refuse(where, "arrays", "lie on one device", got, "move them, or borrow each apart")
-    tree = jax.tree.unflatten(structure, [v.owner if v else x for (_, x), v in zip(found, seen)])
-    (device,) = devices
+    _refuse_several(where, "arrays", mine)
+    device = next((v.device for v in seen if v), "cpu")
     if isinstance(device, int):
-        with between(mine, device, stream):
-            yield tree
+        with between(where, mine, device, stream):
+            yield jax.tree.unflatten(structure, [v.owner if v else x for (_, x), v in zip(found, seen)])
         return
-    for v in filter(None, seen):
-        v.owner.flags.writeable = False
-    yield tree
+    # NumPy's view holds the memory, also of an array that is donated. JAX keeps that view as long as the array that it
+    # is made of, so it is made of another one, of the same buffer.
+    yield jax.tree.unflatten(
+        structure, [np.asarray(x.addressable_data(0)) if v else x for (_, x), v in zip(found, seen)]
+    )
 
 
 def _stepped(
@@ -175,7 +180,7 @@ def _stepped(
                     try:
                         step(stream)
                     finally:
-                        new, _ = run(moved, new, (read, behind(address, device)))
+                        new, _ = run(moved, new, (read, behind(address, device)), call.where)
             else:
                 step()
             if donate:
@@ -209,13 +214,30 @@ def _seen(array: Any, where: str, name: str) -> View:
     if len(array.devices()) > 1:
         got, mend = f"an array on {len(array.devices())}", "inside jax.shard_map see fused_adafisher"
         refuse(where, name, "lie on one device", got, mend)
-    if not jnp.issubdtype(array.dtype, jnp.number):  # keys
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):  # keys
         refuse(where, name, "hold numbers", array.dtype, kind=CafinTypeError)
+    if _packed(array.dtype):
+        refuse(where, name, "have whole bytes for its entries", array.dtype, "convert it", CafinTypeError)
     order_of_axes = getattr(getattr(getattr(array, "format", None), "layout", None), "major_to_minor", None)
     if order_of_axes not in (None, tuple(range(array.ndim))):
         mend = "jax.device_put it to the default format"
         refuse(where, name, "be row-major in memory", f"axes in the order {order_of_axes}", mend)
     return _lent(array, _home(array, where, name), where, name)
+
+
+def _packed(dtype: Any) -> bool:
+    """True of int4, say, of which JAX lays two into a byte."""
+    if dtype.itemsize > 1 or dtype.kind == "b":
+        return False
+    return (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits < 8
+
+
+def _refuse_several(where: str, name: str, arrays: list[Any]) -> None:
+    """Refuse arrays on several devices; the core does not tell one CPU of JAX from another."""
+    devices = {device for x in arrays for device in x.devices()}
+    if len(devices) > 1:
+        got = " and ".join(sorted(map(str, devices)))
+        refuse(where, name, "lie on one device, with all that goes with them", got, "jax.device_put them to one")
 
 
 def _home(array: Any, where: str, name: str) -> int | str:

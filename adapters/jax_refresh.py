@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -129,20 +130,22 @@ def _launched(
     """The factors by the kernel, in the memory of the old ones where those are donated."""
     after = averaging.normalize == "after"
     state = [old.used, old.averages] if after else [old.used]
-    broken = []
+    broken = [jnp.zeros(0, jnp.int32)]
     for chosen in batches(layers):
+        launch = kernel(chosen, layers.size, averaging)
+        if launch.blocks == 0:  # of stacks without layers
+            continue
         vectors = [getattr(sums[bound.name], letter) for letter in "HS" for bound in chosen]
         items = _items(chosen, sums, due, grad_scale)
-        *state, seen = kernel(chosen, layers.size, averaging)(items, *vectors, *state)
+        *state, seen = launch(items, *vectors, *state)
         broken.append(seen)
     return Factors(state[0], state[1] if after else (), old.skipped + _of_layers(layers, jnp.concatenate(broken)))
 
 
 def _of_layers(layers: Layers, broken: Any) -> Any:
     """Of each layer, whether any of its stack is."""
-    if len(broken) == len(layers):
+    copies = [math.prod(bound.stack) for bound in layers.values()]
+    if all(count == 1 for count in copies):
         return broken
-    stops = [0]
-    for bound in layers.values():
-        stops.append(stops[-1] + math.prod(bound.stack))
+    stops = [0, *accumulate(copies)]
     return jnp.stack([jnp.max(broken[a:b], initial=0) for a, b in zip(stops, stops[1:])])

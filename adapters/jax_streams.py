@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from cafin_cupy.arrays import current_stream, on_device, order, synchronize
-from cafin_cupy.errors import refuse
+from cafin_cupy.errors import CafinTypeError, refuse
 from cafin_cupy.streams import on_stream
 
 LEGACY = 1  # DLPack's name for CUDA's default stream, whose address is 0
@@ -32,16 +32,22 @@ moved = jax.jit(_sequenced, donate_argnums=0, keep_unused=True)
 copied = jax.jit(_sequenced, keep_unused=True)
 
 
-def run(program: Any, own: list[Any], read: Any) -> tuple[list[Any], Any]:
-    """On the arrays' device, also where JAX would bring them to another."""
-    with jax.default_device(next(iter(jax.tree.leaves((own, read))[0].devices()))):
-        return program(own, read)
+def run(program: Any, own: list[Any], read: Any, where: str) -> tuple[list[Any], Any]:
+    """On the arrays' device, also where JAX would bring them to another. Results are not searched for inf and NaN,
+    whatever JAX is set to: an error would lose what is donated."""
+    device = next(iter(jax.tree.leaves((own, read))[0].devices()))
+    with jax.default_device(device), jax.debug_nans(False), jax.debug_infs(False):
+        new, mark = program(own, read)
+    if isinstance(mark, jax.core.Tracer):  # of a program that has not run
+        got, mend = "those of a program that is traced", "call it outside of jax.jit; inside, see fused_adafisher"
+        refuse(where, "params" if own else "arrays", "be JAX's numbers by now", got, mend, CafinTypeError)
+    return new, mark
 
 
 def owned(where: str, arrays: list[Any], read: Any, donate: bool) -> tuple[list[Any], Any]:
     """Arrays that nobody else has: made of the donated ones, or copies."""
     try:
-        return run(moved if donate else copied, arrays, read)
+        return run(moved if donate else copied, arrays, read, where)
     except (ValueError, RuntimeError) as error:
         if donate and not any(x.is_deleted() for x in arrays):
             got = str(error).partition("\n")[0]
@@ -51,15 +57,15 @@ def owned(where: str, arrays: list[Any], read: Any, donate: bool) -> tuple[list[
 
 
 @contextmanager
-def between(read: list[Any], device: int, stream: Any) -> Iterator[None]:
+def between(where: str, read: list[Any], device: int, stream: Any) -> Iterator[None]:
     """Context for work that reads JAX arrays."""
-    _, mark = run(copied, [], read)
+    _, mark = run(copied, [], read, where)
     with on(device, stream) as address:
         let_wait(address, mark)
         try:
             yield
         finally:
-            run(copied, [], (read, behind(address, device)))
+            run(copied, [], (read, behind(address, device)), where)
 
 
 @contextmanager

@@ -46,9 +46,10 @@ is_batched = _found(getattr(torch._C, "_functorch", None), "is_legacy_batchedten
 
 
 def scale_of(scaler: Any) -> Any:
-    """The tensor in which a `GradScaler` has its scale; None without it, and the host asks `get_scale`, which waits."""
+    """The tensor in which a `GradScaler` has its scale; None without it, as of a disabled one, and the host asks
+    `get_scale`, which waits."""
     tell = getattr(scaler, "_get_scale_async", None)
-    return None if tell is None else tell()
+    return None if tell is None or not scaler.is_enabled() else tell()
 
 
 # True while a model is exported, which is no training (documented since 2.7).

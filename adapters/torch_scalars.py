@@ -39,6 +39,9 @@ def unscaling(optimizer: AdaFisher) -> tuple[float, float] | None:
                 f"construct {type(optimizer).__name__}(model, ..., grad_scaler=scaler)",
             )  # fmt: skip
         check_scaler("step", optimizer.grad_scaler)
+        if not getattr(optimizer.grad_scaler, "is_enabled", lambda: True)():
+            rule, mend = "be the GradScaler that steps", "set optimizer.grad_scaler to that one"
+            refuse("step", "grad_scaler", rule, "another one, which is disabled", mend)
         return 1.0, _checked_scale(optimizer.grad_scaler.get_scale())
     return 1.0, 1.0
 

@@ -41,6 +41,8 @@ def verdict_of_device(optimizer: AdaFisher) -> Verdict | None:
     home = plan.params[0].device
     if not all(_readable(x, home) for x in (found_inf, scale, loss_scale) if x is not None):
         return None
+    if optimizer._skips is not None and optimizer._skips.device != home:  # the model has moved since
+        return None
     if optimizer._skips is None:
         optimizer._skips = torch.zeros(1, dtype=torch.int64, device=home)
         optimizer._readback = Readback(plan.device)

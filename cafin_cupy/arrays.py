@@ -242,13 +242,13 @@ def _cuda_device(array: Any) -> int:
     return int(device)
 
 
-def stream_address(stream: Any) -> int:
+def stream_address(stream: Any, where: str = "fused_step") -> int:
     """Address of a stream of torch's or CuPy's, or of one that is given by its address."""
     for attribute in ("cuda_stream", "ptr"):
         if hasattr(stream, attribute):
             return int(getattr(stream, attribute))
     if not isinstance(stream, int):
-        refuse("fused_step", "stream", "be a stream or its address", shown(stream), kind=CafinTypeError)
+        refuse(where, "stream", "be a stream or its address", shown(stream), kind=CafinTypeError)
     return stream
 
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cafin_cupy import CafinValueError
-from cafin_cupy.adapters.jax import ChannelNorm, Conv, Dense, Layers, fused_adafisher, fused_step, tap
+from cafin_cupy.adapters.jax import ChannelNorm, Conv, Dense, Layers, borrowed, fused_adafisher, fused_step, tap
 
 if hasattr(jax, "shard_map"):
     shard_map = jax.shard_map
@@ -140,7 +140,21 @@ def outside_of_jit(mesh: Mesh) -> None:
         fused_step([whole], [whole + 1], [whole + 2], lr=0.1, donate=True)
     except CafinValueError as error:
         print("refused", int("lie on one device" in str(error) and not whole.is_deleted()))
-    last = jax.devices()[-1]
+    first, last = jax.devices()[0], jax.devices()[-1]
+    mixed = 0
+    for odd in range(5):  # of parameters, gradients, momenta, H and S
+        p, g, m, H, S = (
+            jax.device_put(jnp.ones(n), last if k == odd else first) for k, n in enumerate((3, 3, 3, 3, 1))
+        )
+        try:
+            fused_step([p], [g], [m], [(H, S)], lr=0.1, donate=True)
+        except CafinValueError as error:
+            mixed += "lie on one device" in str(error) and not p.is_deleted()
+    try:
+        borrowed((p, S)).__enter__()
+    except CafinValueError as error:
+        mixed += "lie on one device" in str(error)
+    print("mixed", mixed)
     with jax.default_device(last):
         p, g, m = (jnp.full(3, x) for x in (1.0, 2.0, 0.0))
     for donate in (False, True):

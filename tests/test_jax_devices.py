@@ -39,3 +39,4 @@ def test_each_device_runs_the_kernels_under_shard_map() -> None:
 
 def test_outside_of_jit_arrays_lie_on_one_device_and_stay_there() -> None:
     assert differences()["refused"] == differences()["stays"] == 1
+    assert differences()["mixed"] == 6

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from jax_eager_helpers import alive, emulated, given_arrays, jax_memory, of_jax, problem  # noqa: F401
 
 import cafin_cupy
-from cafin_cupy import AdaFisher, CafinValueError, Linear
+from cafin_cupy import AdaFisher, CafinTypeError, CafinValueError, Linear
 from cafin_cupy.adapters import jax_streams
 from cafin_cupy.adapters.jax import Dense, Layers, borrowed, fused_adafisher, fused_step
 
@@ -270,10 +270,44 @@ def test_borrowed_arrays_share_memory_and_the_rest_is_passed_on(memory: str) -> 
             assert not tree["x"].flags.writeable
 
 
-def test_what_is_borrowed_is_checked() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "float8_e4m3fn"])
+def test_borrowed_arrays_on_a_cpu_outlive_what_jax_does_to_theirs(dtype: str) -> None:
+    """Reading them is no fault of memory, whatever a script donates or keeps."""
+    x = jnp.arange(5000).astype(dtype)
+    want = np.array(x)
+
+    def take_free_memory() -> None:
+        jax.block_until_ready([jnp.zeros_like(want) for _ in range(9)])
+
+    with borrowed([x]) as [y]:
+        jax.jit(lambda x: x + x, donate_argnums=0)(x)
+        x.delete()
+        take_free_memory()
+        same_bits(y, want)
+    del x
+    take_free_memory()
+    same_bits(y, want)
+
+
+def test_what_was_borrowed_may_be_donated_in_place_afterwards() -> None:
+    """No view is left behind that would have JAX copy it."""
+    x = jnp.arange(5000.0)
+    with borrowed([x]) as [y]:
+        pass
+    place = x.unsafe_buffer_pointer()
+    del y
+    assert jax.jit(lambda x: x + 1, donate_argnums=0)(x).unsafe_buffer_pointer() == place
+
+
+def test_what_is_borrowed_is_checked(memory: str) -> None:
     x = jnp.ones(3)
     x.delete()
     with refuses(CafinValueError, "borrowed", "`h/0`", "alive"), borrowed({"h": [x]}):
         pass
     with borrowed({"nothing": 3}) as tree:
         assert tree == {"nothing": 3}
+    for dtype in ("int4", "float4_e2m1fn"):
+        with refuses(CafinTypeError, "borrowed", "`arrays`", "whole bytes"), borrowed(jnp.ones(7, dtype)):
+            pass
+    with refuses(CafinTypeError, "borrowed", "`stream`"), borrowed(jnp.ones(3), stream="mine"):
+        pass

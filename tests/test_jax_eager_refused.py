@@ -85,6 +85,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a change of the arguments, the kind o
     "keys": (put(P, keys), CafinTypeError, AT_P, "numbers", "key"),
     "whole numbers": (put(P, lambda _: jnp.ones((5, 3), int)), CafinTypeError, AT_P, "floating", "int32"),
     "float8": (put(P, lambda _: jnp.ones((5, 3), "float8_e4m3fn")), CafinTypeError, AT_P, "floating", "float8"),
+    "less than a byte": (put(P, lambda _: jnp.ones((5, 3), "int4")), CafinTypeError, AT_P, "whole bytes", "int4"),
+    "four bits": (put(P, lambda _: jnp.ones((5, 3), "float4_e2m1fn")), CafinTypeError, AT_P, "whole bytes", "float4"),
+    "truth values": (put(P, lambda _: jnp.ones((5, 3), bool)), CafinTypeError, AT_P, "floating", "bool"),
     "another type": (put(G, lambda _: jnp.ones((5, 3), "bfloat16")), CafinValueError, AT_G, "float32", "bfloat16"),
     "another shape": (put(M, lambda _: jnp.ones((3, 5))), CafinValueError, AT_M, "(5, 3)"),
     "other factors": (put(F, lambda _: (jnp.ones(3), jnp.ones(4))), CafinValueError, AT_F, "15"),
@@ -116,6 +119,7 @@ BAD: dict[str, dict[str, Any]] = {
     "backend": {"backend": "tpu"},
     "error_if_nonfinite": {"error_if_nonfinite": "yes"},
     "seed": {"seed": -1},
+    "stream": {"stream": "mine"},
 }
 
 
@@ -136,6 +140,30 @@ def test_traced_values_are_refused() -> None:
         jax.vmap(lambda g: fused_step(**given | {"grads": g}, lr=0.1))(jax.tree.map(lambda x: x[None], given["grads"]))
     with refuses(CafinTypeError, "borrowed", "traced"):
         jax.jit(lambda x: borrowed(x).__enter__())(jnp.ones(3))
+
+
+def test_what_is_traced_around_the_call_is_refused(given: Any) -> None:
+    """Of arrays that are not traced themselves JAX makes those that are."""
+    with refuses(CafinTypeError, "fused_step", "`params`", "a program that is traced", "outside of jax.jit"):
+        jax.jit(lambda x: x + fused_step(**given, lr=0.1, donate=True)[0]["list"][1])(1.0)
+    assert alive(given)
+
+
+def test_a_gradient_of_something_else_is_no_such_trace(given: Any) -> None:
+    want = fused_step(**given, lr=0.1)
+    got = []
+    jax.grad(lambda x: got.append(fused_step(**given, lr=0.1)) or x)(1.0)
+    jax.tree.map(same_bits, got[0], want)
+
+
+@pytest.mark.parametrize("tree", ["momenta", "grads"])
+def test_no_number_is_lost_to_jaxs_search_for_nan(tree: str, given: Any) -> None:
+    """It would raise between donation and return."""
+    given[tree]["dense"]["w"] = given[tree]["dense"]["w"].at[1, 1].set(jnp.nan)
+    want = fused_step(**given, lr=0.1)
+    with jax.debug_nans(True), jax.debug_infs(True):
+        got = fused_step(**given, lr=0.1, donate=True)
+    jax.tree.map(same_bits, got, want)
 
 
 def test_nonfinite_gradients_are_refused_before_anything_is_donated(given: Any) -> None:

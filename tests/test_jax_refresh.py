@@ -199,6 +199,21 @@ def test_more_layers_than_a_launch_takes(
     assert len(call.launches) == launches
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("lengths", [(0, 2), (2, 0), (0,), (0, 0)])
+def test_stacks_without_layers(lengths: tuple[int, ...], rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take no block, and a launch without blocks is none; a NaN is that of the layer that has it."""
+    params = {str(k): jnp.zeros((length, 5, 3)) for k, length in enumerate(lengths)}
+    layers, averaging = Layers(params, {name: Dense(weight=name, stack=1) for name in params}), RULES[rule]
+    old, sums = begun(layers, averaging, 7), sums_of(layers, 8)
+    for each in sums.values():
+        each.S[1:, 0] = math.nan
+    call = by_the_kernel(monkeypatch)
+    check(call(layers, old, sums, averaging, True, 1.0), exact(layers, old, sums, averaging))
+    assert len(call.launches) == any(lengths)
+
+
 # ---- Programs ----
 
 CALL = re.compile(r'custom_call @"?__gpu\$xla\.gpu\.ptx"?\(')

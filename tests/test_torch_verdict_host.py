@@ -25,7 +25,7 @@ from torch_helpers import (  # noqa: E402
     run,
 )
 
-from cafin_cupy import BackendError, CafinError  # noqa: E402
+from cafin_cupy import BackendError, CafinError, CafinValueError  # noqa: E402
 from cafin_cupy.adapters import torch_verdict  # noqa: E402
 from cafin_cupy.adapters.torch import AdaFisher  # noqa: E402
 from cafin_cupy.cuda_update import CudaUpdate  # noqa: E402
@@ -178,6 +178,27 @@ def test_a_scaler_that_does_not_show_its_scale_is_asked(gpu: str, monkeypatch: p
 
 
 @pytest.mark.gpu
+def test_a_scaler_that_is_disabled_is_not_the_one_that_steps(gpu: str) -> None:
+    """Its scale of 1 would make the factors those of the scaled loss."""
+    scaled = Scaled(gpu, TCov=2, unscale=True)
+    xs = rows(gpu, 6)
+    scaled.train(xs[:4], marks("...."))
+    scaled.optimizer.grad_scaler = torch.amp.GradScaler(gpu, enabled=False)
+    scaled.backward(xs[4], bad=False)
+    before = everything(scaled.optimizer)
+    with pytest.raises(CafinValueError, match=r"grad_scaler.*disabled"):
+        scaled.step()
+    assert_equal_trees(everything(scaled.optimizer), before)
+    scaled.optimizer.grad_scaler = scaled.scaler
+    scaled.scaler.step(scaled.optimizer)
+    scaled.scaler.update()
+    scaled.train(xs[5:], marks("."))
+    assert_equal_trees(
+        everything(scaled.optimizer), everything(Scaled(gpu, TCov=2, unscale=True).train(xs, marks("......")))
+    )
+
+
+@pytest.mark.gpu
 def test_several_ranks_and_several_devices_are_asked(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sampled steps: all ranks must come to one decision, and a factor elsewhere cannot see the verdict."""
     scaled = Scaled(gpu, TCov=2)
@@ -198,6 +219,8 @@ def test_several_ranks_and_several_devices_are_asked(gpu: str, monkeypatch: pyte
     assert torch_verdict.verdict_of_device(optimizer) is None
     optimizer._factors.refreshed = False
     assert torch_verdict.verdict_of_device(optimizer) is not None
+    optimizer._skips = torch.zeros(1, dtype=torch.int64, device="meta")  # as if the model had moved since
+    assert torch_verdict.verdict_of_device(optimizer) is None
 
 
 @pytest.mark.gpu
