@@ -67,6 +67,11 @@ def shared_by(optimizer: AdaFisher) -> Any:
     return group_of(optimizer) if optimizer._shard_state else None
 
 
+def world() -> Any:
+    """What is another one as soon as process groups are made anew; None without them."""
+    return dist.group.WORLD if dist.is_available() else None
+
+
 def homes(optimizer: AdaFisher) -> Callable[[Any], Any]:
     """What gives for each parameter a tensor that is divided over the ranks as its state is: a DTensor on its memory
     with `shard_state=True`, else the parameter itself."""
