@@ -132,11 +132,9 @@ def ranks_of(p: Any, managed: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(mesh[(..., *at[dims:])].flatten().tolist()), tuple(mesh[tuple(at[:dims])].flatten().tolist())
 
 
-def check_options(optimizer: AdaFisher, where: str) -> None:
+def check_options(optimizer: AdaFisher, where: str, parameters: Iterable[Any]) -> None:
     """Refuse what needs to know all elements of a sharded parameter."""
-    if mesh_of(optimizer) is None:
-        return
-    if optimizer._precision.begin:
+    if sharded(parameters) is not None and optimizer._precision.begin:
         got, mend = "True", "use master_weights=True; its random numbers follow the place in the whole parameter"
         refuse(where, "stochastic_rounding", "be False with sharded parameters", got, mend)
 

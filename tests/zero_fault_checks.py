@@ -14,6 +14,7 @@ from rank_checks import WHOLE, loss_of, replica, train
 from ranks import PATIENCE, only
 from shard_checks import whole
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch_helpers import everything, mlp, rows, run
 from zero_checks import assert_bits, averaged
@@ -78,6 +79,22 @@ class Restarted:
 
     def __exit__(self, *_: Any) -> None:
         distributed.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE), **self.options)
+
+
+@only(2)
+def check_sharded_layers_that_join_are_refused(rank: int, ranks: int) -> None:
+    """As they are by the constructor; and the others train on."""
+    got, plain = (AdaFisher(mlp("cpu").double(), TCov=2, shard_state=share) for share in (True, False))
+    first, second = (x.double() for x in rows("cpu", 2, WHOLE))
+    for optimizer in (got, plain):
+        averaged(optimizer, first, rank, ranks)
+    got.model.append(fully_shard(nn.Linear(got.model[3].out_features, 3).double()))
+    with pytest.raises(CafinError, match="`shard_state` must be False in a model that is sharded itself"):
+        got.add_param_group({"params": got.model[4].parameters()})
+    del got.model[4]
+    for optimizer in (got, plain):
+        averaged(optimizer, second, rank, ranks)
+    assert_bits(got, plain)
 
 
 @only(2)
