@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import jax_helpers  # the CPU is JAX's default device
 from helpers import close, numpy_of, refuses, same_bits, updated
 from hypothesis import strategies as st
-from jax_eager_helpers import alive, given_arrays, jax_memory, of_jax, problem  # noqa: F401
+from jax_eager_helpers import alive, emulated, given_arrays, jax_memory, of_jax, problem  # noqa: F401
 
 import cafin_cupy
 from cafin_cupy import AdaFisher, CafinValueError, Linear
@@ -196,7 +195,7 @@ def test_donated_memory_stays_where_it_is(memory: str, given: Any) -> None:
 def test_views_of_donated_memory_keep_their_numbers(memory: str, given: Any) -> None:
     """Or JAX refuses the donation, which changes nothing."""
     x = given["params"]["dense"]["w"]
-    seen = (np if memory == "cpu" or "emulation.device" in sys.modules else pytest.importorskip("cupy")).from_dlpack(x)
+    seen = (np if memory == "cpu" or emulated() else pytest.importorskip("cupy")).from_dlpack(x)
     before = numpy_of(seen)
     try:
         new, _ = fused_step(**given, lr=0.1, donate=True)
@@ -265,7 +264,7 @@ def test_borrowed_arrays_share_memory_and_the_rest_is_passed_on(memory: str) -> 
         assert tree["y"] is y and tree["n"] == 3 and tree["none"] is None
         assert type(tree["x"]).__module__ == ("numpy" if memory == "cpu" else "cupy")
         same_bits(tree["x"], x)
-        where = tree["x"].ctypes.data if memory == "cpu" or "emulation.device" in sys.modules else tree["x"].data.ptr
+        where = tree["x"].ctypes.data if memory == "cpu" or emulated() else tree["x"].data.ptr
         assert where == x.unsafe_buffer_pointer()
         if memory == "cpu":
             assert not tree["x"].flags.writeable
