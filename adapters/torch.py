@@ -73,8 +73,9 @@ class AdaFisher(Sampling):
         shard_state: each rank keeps momentum and master weights of a part of the rows of each parameter (ZeRO), updates
             these, and gets the others' by an all-gather. For whole parameters on one GPU of each rank, whose gradients
             are the same on all; what one process alone has is not divided.
-        check_every: compare a hash of parameters, momenta and factors over the ranks on every so many steps, and raise
-            a CafinError that names the first that differs; None for never. It waits for the device.
+        check_every: compare a hash of parameters, momenta and factors, with `shard_state` of gradients too, over the
+            ranks on every so many steps, and raise a CafinError that names the first that differs; None for never. It
+            waits for the device.
         averaging: "parity" (the public implementation's rule), "paper", or an `Averaging`.
         backend: "cuda", "reference", or None to choose by the parameters' device.
         capturable: `step` may be captured in a CUDA graph (see `capture`): counters and scalars then live on the
@@ -182,8 +183,8 @@ class AdaFisher(Sampling):
         super().__init__(groups, defaults)
         self._building = False
         compare_from_now_on(self)
-        check_options(self, where)
-        check_team(where, self)
+        check_options(self, where, model.parameters())
+        check_team(where, self, self._team, self._modules)
         unowned = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in self._owners]
         warn_without_factors(where, unowned)
         self._attach()

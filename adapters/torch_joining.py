@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -14,11 +14,12 @@ from cafin_cupy.layers import Layer
 
 from .torch_groups import Group, own_group
 from .torch_layers import find_joined
-from .torch_parallel import team_of
+from .torch_parallel import Team, check_team, team_of
 from .torch_ranks import over_ranks
 from .torch_scalars import checked_hyper
-from .torch_shards import local, named_parameters
+from .torch_shards import check_options, check_shards, local, named_parameters
 from .torch_warnings import warn_without_factors
+from .torch_zero import refuse_sharded
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -31,18 +32,29 @@ def join(optimizer: AdaFisher, param_group: Any, add: Callable[[dict[str, Any]],
     """See `AdaFisher.add_param_group`; `add` is torch's."""
     group = later_group(optimizer, param_group)
     checked_hyper(optimizer, WHERE, {**optimizer.defaults, **group})
+    names = {id(p): name for name, p in named_parameters(optimizer.model)}
     found = find_joined(optimizer.model, optimizer._layers)
+    team = team_of(optimizer.model)
+    check_divided(optimizer, group, team, optimizer._modules if found is None else found[1])
     factors = None if found is None else extended(optimizer, found[0], group["params"])
     add(group)
     if found is not None:
         optimizer._detach()
-        optimizer._team = team_of(optimizer.model)
+        optimizer._team = team
         optimizer._layers, optimizer._modules, optimizer._kinds = found
         optimizer._kept_factors, optimizer._owners = factors, owners(optimizer._layers)
         optimizer._attach(waiting=True)
-    names = {id(p): name for name, p in named_parameters(optimizer.model)}
     lacking = [p for p in group["params"] if p.requires_grad and id(p) not in optimizer._owners]
     warn_without_factors(WHERE, [names.get(id(p), "what the model does not hold") for p in lacking])
+
+
+def check_divided(optimizer: AdaFisher, group: Group, team: Team, modules: Iterable[Any]) -> None:
+    """Refuse what the constructor would of parameters that ranks divide."""
+    check_shards(WHERE, optimizer.model)
+    check_team(WHERE, optimizer, team, modules)
+    check_options(optimizer, WHERE, group["params"])
+    if optimizer._shard_state:
+        refuse_sharded(WHERE, group["params"])
 
 
 def later_group(optimizer: AdaFisher, param_group: Any) -> Group:

@@ -17,6 +17,7 @@ in an unusual way, is redistributed first, in backward, on sampled steps only.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -66,10 +67,10 @@ def team_of(model: nn.Module) -> Team:
     return Team(ranks, others, frozenset(key for *_, managed, key in found if not managed))
 
 
-def check_team(where: str, optimizer: AdaFisher) -> None:
+def check_team(where: str, optimizer: AdaFisher, team: Team, modules: Iterable[Any]) -> None:
     """Refuse layers of other types whose weights a team divides, as a part of them is no layer of the same type, and a
     group that a part of the team is not in."""
-    team, chosen = optimizer._team, getattr(optimizer._dist, "group", None)
+    chosen = getattr(optimizer._dist, "group", None)
     if not team.divides:
         return
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in optimizer.model.modules()):
@@ -79,7 +80,7 @@ def check_team(where: str, optimizer: AdaFisher) -> None:
         rule, got = f"hold the ranks {list(team.ranks)}, which compute layers together", "others"
         refuse(where, "dist", rule, got, "pass a group of all ranks that train the model")
     managed = {id(p): by for _, p, by in owned(optimizer.model)}
-    for name, module, _, layer in optimizer._modules:
+    for name, module, _, layer in modules:
         if id(layer.weight) not in managed or not _divided(layer.weight, managed[id(layer.weight)]):
             continue
         if isinstance(module, nn.MultiheadAttention) or not isinstance(layer, FEATURED):

@@ -32,9 +32,10 @@ from .torch_inference import leaves_inference_mode
 from .torch_internals import count_changes
 from .torch_parallel import own_gradient, unsummed
 from .torch_precision import master_of, momentum_of, steps_of, written_state
+from .torch_ranks import refuse_join, wrappers
 from .torch_shards import local, local_average, named_parameters, part_of
 from .torch_verdict import see_whether_refreshed
-from .torch_zero import Shares, homes, shared_by
+from .torch_zero import Shares, homes, shared_by, world
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -69,6 +70,8 @@ class Plan:
         divided = list(map(home, self.owned))  # as their state is
         joining = [p for _, p in every if p.requires_grad or p in optimizer.state]
         self.shares = None if group is None else Shares(group, self.owned, joining, home)
+        self.world = world()
+        self.wrappers = [] if group is None else list(wrappers(self.model))
         self.parts = self.params if self.shares is None else self.shares.parts  # what this rank updates
         self.average_of: Callable[[Any], Any] = local_average if self.shares or not self.whole else _AVERAGE
         self.names = {id(p): name for name, p in named_parameters(optimizer.model)}
@@ -174,8 +177,11 @@ class Plan:
         return list(self.kept.values()) if self.in_order else [self.kept[p] for p in self.owned]
 
     def valid(self, optimizer: AdaFisher) -> bool:
-        """False if a parameter or its state has been replaced since, or another parameter has a gradient."""
+        """False if a parameter or its state has been replaced since, another parameter has a gradient, or the ranks
+        that divide the state have formed another process group."""
         if self.kept is not optimizer.state or (self.in_order and len(self.kept) != len(self.params)):
+            return False
+        if optimizer._shard_state and self.world is not world():
             return False
         try:
             groups = optimizer.param_groups
@@ -289,6 +295,7 @@ class Plan:
         if self.shares is None:
             self.update(*arguments)
             return
+        refuse_join(self.wrappers)
         with uninterrupted():  # the others wait for what has been updated
             self.update(*arguments)
             self.shares.exchange()

@@ -95,4 +95,6 @@ def _beside(p: Tensor, name: str, x: Tensor, kind: str) -> Tensor:
         mend = "make a new optimizer, or move the model before the first step"
         refuse("step", name, rule, f"{tuple(p.shape)} on {p.device}", mend)
     x = laid_out("step", f"{kind} of {name}", p, x)  # the process group may have come or gone
-    return x if x.stride() == p.stride() else torch.empty_like(p, dtype=x.dtype, requires_grad=False).copy_(x)
+    if local(x).stride() == local(p).stride():
+        return x
+    return torch.empty_like(p, dtype=x.dtype, requires_grad=False).copy_(x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,14 +78,14 @@ def replicated(model: nn.Module) -> Any:
     return model
 
 
-def _wrappers(model: nn.Module) -> Iterator[DistributedDataParallel]:
+def wrappers(model: nn.Module) -> Iterator[DistributedDataParallel]:
     """Those around the model or within it."""
     return (module for module in model.modules() if isinstance(module, DistributedDataParallel))
 
 
 def _group_of_wrappers(where: str, model: nn.Module) -> Any:
     """The group of a model in `DistributedDataParallel`, or of parts of it that are; None if none is."""
-    groups = [wrapper.process_group for wrapper in _wrappers(model)]
+    groups = [wrapper.process_group for wrapper in wrappers(model)]
     ranks = [dist.get_process_group_ranks(group) for group in groups]
     if any(each != ranks[0] for each in ranks):
         mend = "pass dist=group, or make an optimizer for each part"
@@ -146,7 +146,7 @@ def meet(optimizer: AdaFisher, sampled: bool) -> None:
     """Ahead of a sampled step, and of the first one: let the sums be those of all ranks that train together by now."""
     factors = optimizer._kept_factors = over_ranks(optimizer, optimizer._factors)
     if isinstance(factors, ReducedFactors):
-        _refuse_join(optimizer)
+        refuse_join(wrappers(optimizer.model))
         _agree(optimizer, factors)
         if sampled:
             optimizer._seen.update(index for index, _ in factors.sums())  # also what another rank alone has seen
@@ -200,12 +200,12 @@ def _alike(optimizer: AdaFisher, factors: ReducedFactors) -> dict[str, Any]:
     }
 
 
-def _refuse_join(optimizer: AdaFisher) -> None:
+def refuse_join(wrappers: Iterable[DistributedDataParallel]) -> None:
     """Refuse a step within `model.join()`: ranks without data answer its collectives, but not ours."""
-    if any(wrapper._join_config.enable for wrapper in _wrappers(optimizer.model)):
+    if any(wrapper._join_config.enable for wrapper in wrappers):
         raise BackendError(
             "step: it must run outside of DistributedDataParallel's join(), as ranks that have run out of data would "
-            "not take part in the factors; give all ranks equally many batches (the last ones may be smaller)"
+            "not take part in ours; give all ranks equally many batches (the last ones may be smaller)"
         )
 
 
@@ -230,7 +230,7 @@ class _Root:
         optimizer = self._optimizer()
         if optimizer is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        _refuse_join(optimizer)
+        refuse_join(wrappers(optimizer.model))
         if not getattr(module, "require_backward_grad_sync", True):  # within no_sync()
             return
         for leaf in tree_leaves(output):
@@ -291,7 +291,8 @@ def _compare(optimizer: Any, args: Any, kwargs: Any) -> None:
 @torch.no_grad()
 def compare_ranks(optimizer: AdaFisher, group: Any) -> None:
     """Compare a hash of parameters, momenta and factors over the ranks; of sharded ones, over those that hold the same
-    part.
+    part. Where ranks divide the state of whole parameters, of gradients too: behind the all-gather their parameters are
+    the same, whatever they have followed.
 
     Raises:
         CafinError: on every rank, with the first name that differs.
@@ -328,6 +329,8 @@ def _state(optimizer: AdaFisher, ranks: Any) -> Iterator[tuple[str, Tensor, int,
             if parts >= _size(ranks):  # nobody else holds it
                 continue
             name = names.get(id(p), "params")
+            if optimizer._shard_state and p.grad is not None:
+                yield f"gradient of {name}", p.grad, 0, 1
             yield f"parameter {name}", local(p), part, parts
             for key, value in optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor) and (here := part_number(value))[1] < _size(ranks):

@@ -132,11 +132,9 @@ def ranks_of(p: Any, managed: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(mesh[(..., *at[dims:])].flatten().tolist()), tuple(mesh[tuple(at[:dims])].flatten().tolist())
 
 
-def check_options(optimizer: AdaFisher, where: str) -> None:
+def check_options(optimizer: AdaFisher, where: str, parameters: Iterable[Any]) -> None:
     """Refuse what needs to know all elements of a sharded parameter."""
-    if mesh_of(optimizer) is None:
-        return
-    if optimizer._precision.begin:
+    if sharded(parameters) is not None and optimizer._precision.begin:
         got, mend = "True", "use master_weights=True; its random numbers follow the place in the whole parameter"
         refuse(where, "stochastic_rounding", "be False with sharded parameters", got, mend)
 
@@ -192,9 +190,15 @@ def laid_out(where: str, name: str, p: Any, x: Any) -> Any:
         if (x.device_mesh, x.placements) != (p.device_mesh, p.placements):
             got, mend = f"{x.placements} on {x.device_mesh}", "load it by torch.distributed.checkpoint"
             refuse(where, name, f"be sharded as its parameter, {p.placements} on {p.device_mesh}", got, mend)
-        return x
+        if x.device_mesh is p.device_mesh:
+            return x
+        mine, at = x._local_tensor, x.device_mesh.get_coordinate()
+        if at != p.device_mesh.get_coordinate() or mine.shape != local(p).shape:
+            mend = "load on each rank the file that it has saved, or use torch.distributed.checkpoint"
+            refuse(where, name, "be this rank's part of the whole", f"that of the rank at {at} of the mesh", mend)
+    else:
+        mine = x[tuple(slice(start, start + size) for size, start in zip(*place_of(p)))].clone()  # keeps no whole alive
     from torch.distributed.tensor import DTensor
 
-    part = tuple(slice(start, start + size) for size, start in zip(*place_of(p)))
-    mine = x.detach()[part].to(p.device)
-    return DTensor.from_local(mine, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+    options = {"run_check": False, "shape": p.shape, "stride": x.stride()}
+    return DTensor.from_local(mine.detach().to(p.device), p.device_mesh, p.placements, **options)

@@ -40,9 +40,7 @@ def check_shard_state(
     """The argument `shard_state`, or a `CafinError`; `chosen`: the argument `dist`."""
     if not flag(where, "shard_state", given):
         return False
-    if sharded(model.parameters()) is not None:
-        mend = "leave it out; the state is sharded as its parameters are"
-        refuse(where, "shard_state", "be False in a model that is sharded itself", True, mend)
+    refuse_sharded(where, model.parameters())
     if chosen is False:
         refuse(where, "shard_state", "be False with dist=False", True, "there is nobody to share the state with")
     if capturable:
@@ -51,6 +49,13 @@ def check_shard_state(
         mend = "use master_weights=True; random numbers follow the place in the whole parameter"
         refuse(where, "shard_state", "be False with stochastic_rounding=True", True, mend)
     return True
+
+
+def refuse_sharded(where: str, parameters: Iterable[Any]) -> None:
+    """Refuse to divide the state of what is divided."""
+    if sharded(parameters) is not None:
+        mend = "leave it out; the state is sharded as its parameters are"
+        refuse(where, "shard_state", "be False in a model that is sharded itself", True, mend)
 
 
 def refuse_shared(where: str, optimizer: AdaFisher) -> None:
@@ -65,6 +70,11 @@ def refuse_shared(where: str, optimizer: AdaFisher) -> None:
 def shared_by(optimizer: AdaFisher) -> Any:
     """The process group that divides the state; None where each process has all of it."""
     return group_of(optimizer) if optimizer._shard_state else None
+
+
+def world() -> Any:
+    """What is another one as soon as process groups are made anew; None without them."""
+    return dist.group.WORLD if dist.is_available() else None
 
 
 def homes(optimizer: AdaFisher) -> Callable[[Any], Any]:

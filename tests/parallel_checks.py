@@ -300,6 +300,21 @@ def check_what_cannot_be_served_is_refused(rank: int, ranks: int) -> None:
 
 
 @only(2)
+def check_layers_that_join_are_checked_as_the_first_ones(rank: int, ranks: int) -> None:
+    mesh = init_device_mesh("cpu", (ranks,))
+    optimizer = AdaFisher(parallelize_module(block(), mesh, plain_plan()), TCov=1)
+    train(optimizer, data(1), 0, 1)
+    late = optimizer.model.late = nn.Conv1d(2, 4, 3, bias=False).double()
+    late.weight = nn.Parameter(distribute_tensor(late.weight.detach(), mesh, [Shard(0)]))
+    with pytest.raises(CafinError, match=r"add_param_group: `model \(late\)` must be Linear or Embedding"):
+        optimizer.add_param_group({"params": late.parameters()})
+    assert len(optimizer.param_groups) == 1
+    del optimizer.model.late
+    train(optimizer, data(1), 0, 1)
+    assert optimizer.steps == 2
+
+
+@only(2)
 def check_clipped_gradients(rank: int, ranks: int) -> None:
     """And what is decided and measured over the team."""
     model = parallelize_module(block(), init_device_mesh("cpu", (ranks,)), sequence_plan())

@@ -1,4 +1,4 @@
-"""State that ranks divide: `zero_checks.py` on two and four processes over gloo."""
+"""State that ranks divide: `zero_checks.py` and `zero_fault_checks.py` on two and four processes over gloo."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cafin_cupy.adapters.torch import AdaFisher
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_on_all_ranks(ranks: int, tmp_path: Path) -> None:
     """One launch for all checks, each of which has a name of its own in the message."""
-    found = launch(ranks, tmp_path, "zero_checks")
+    found = launch(ranks, tmp_path, "zero_checks", "zero_fault_checks")
     failed = {name: said for name, said in found.items() if said}
     assert len(found) > 5 and not failed, "\n".join(f"{name}, {said}" for name, said in failed.items())
 

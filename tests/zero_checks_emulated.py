@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,7 @@ from emulation import device
 from rank_checks import WHOLE, loss_of, replica, train
 from shard_checks import sharded
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 from torch_helpers import images, mlp, net, rows
 from zero_checks import assert_bits, pair
 
@@ -84,3 +86,31 @@ def check_fully_shard(rank: int, ranks: int) -> None:
         assert got.backend == "cuda"
         plain = train(AdaFisher(replica(mlp("cpu")), TCov=2), rows("cpu", 4, WHOLE), rank, ranks)
         assert_bits(got, plain)  # sums of two, in whatever order
+
+
+def check_momentum_that_a_script_replaces(rank: int, ranks: int) -> None:
+    """By a whole one, of another layout than the parameter's or divided along columns: a rank takes its part of it, in
+    the parameter's layout, and keeps no more alive."""
+
+    def made(memory_format: torch.memory_format) -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(216, 5)).to(memory_format=memory_format)
+
+    batches = [torch.randn(WHOLE, 4, 8, 8) for _ in range(4)]
+    columns = {"shard_placement_fn": lambda p: Shard(min(1, p.dim() - 1))}
+    with emulated():
+        last, first = made(torch.channels_last), made(torch.contiguous_format)
+        for got, plain in (
+            (AdaFisher(replica(last), TCov=2, shard_state=True), AdaFisher(replica(copy.deepcopy(last)), TCov=2)),
+            (AdaFisher(sharded(copy.deepcopy(first), **columns), TCov=2), AdaFisher(replica(first), TCov=2)),
+        ):
+            for optimizer in (got, plain):
+                train(optimizer, batches[:2], rank, ranks)
+                for state in optimizer.state.values():
+                    average = state["exp_avg"]
+                    whole = average.full_tensor() if isinstance(average, DTensor) else average
+                    state["exp_avg"] = whole.clone(memory_format=torch.contiguous_format)
+                train(optimizer, batches[2:], rank, ranks)
+            assert_bits(got, plain)  # sums of two, in whatever order
+            parts = [state["exp_avg"].to_local() for state in got.state.values()]
+            assert all(x.untyped_storage().nbytes() == x.nbytes for x in parts)
