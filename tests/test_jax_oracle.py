@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,14 @@ from jax_helpers import both_forms, cross_entropy, nested, sequential
 from oracle import CASES, RELATIVE, assert_close, load, recorded
 
 from cafin_cupy.adapters.jax import fused_adafisher
+
+
+@pytest.fixture(autouse=True, params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def _device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """By plain array code, and by the kernels. A GPU multiplies in float32, not in TF32, of which no run has 1e-5."""
+    device = jax.devices("cuda" if request.param == "gpu" else "cpu")[0]
+    with jax.default_device(device), jax.default_matmul_precision("highest"):
+        yield
 
 
 def flat(tree: Any) -> dict[str, Any]:
