@@ -260,7 +260,7 @@ def broken(monkeypatch):
     ("text", "all_kernels", "status", "words"),
     [
         (STEP, "", 0, "emulated launches: update 1"),
-        (STEP, "1", 1, "not launched: average, column_sums, column_sums_xla, fold, fold_xla, schedule"),
+        (STEP, "1", 1, "not launched: average, average_xla, column_sums, column_sums_xla, fold, fold_xla, schedule"),
         ("def test_nothing():\n    pass\n", "", 1, "emulated launches: none"),
         ("", "", 5, "emulated launches: none"),
         (BROKEN + STEP, "", 1, "the reference backend runs on the GPU"),

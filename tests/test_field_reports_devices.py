@@ -68,7 +68,7 @@ def test_a_tensor_that_wraps_others(when: str) -> None:
     parameters later, no silence."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (1,))
     model = mlp("cpu")
@@ -80,9 +80,9 @@ def test_a_tensor_that_wraps_others(when: str) -> None:
             assert torch.equal(got.state[p]["exp_avg"].full_tensor(), alone.state[q]["exp_avg"])
         return
     if when == "parameter":
-        model[3].weight = nn.Parameter(distribute_tensor(model[3].weight.detach(), mesh, [Shard(0)]))
         hooks = hook_count(model)
-        with pytest.raises(CafinError, match=r"AdaFisher: `model \(3.weight\)` must be sharded by fully_shard"):
+        model[3].weight = nn.Parameter(DTensor.from_local(model[3].weight.detach(), mesh, [Partial()]))
+        with pytest.raises(CafinError, match=r"AdaFisher: `model \(3.weight\)` must be sharded or replicated"):
             AdaFisher(model)
         assert hook_count(model) == hooks
         return

@@ -53,6 +53,7 @@ def test_signature_is_that_of_the_public_implementation() -> None:
         *("averaging", "backend", "capturable", "grad_scaler", "error_if_nonfinite", "param_groups"),
         *("maximize", "foreach", "fused", "differentiable", "others"),
         *("momentum_dtype", "master_weights", "stochastic_rounding", "seed", "gradient_divide_factor", "check_every"),
+        "shard_state",
     }
     assert {p.kind for p in parameters[8:-1]} == {inspect.Parameter.KEYWORD_ONLY}
 
