@@ -197,7 +197,7 @@ SANITIZED = {
         "if (t < 8) *reinterpret_cast<Pack*>(x + 4 * t) = Pack{};",
         "misaligned address",
     ),
-    "read past the arguments": ("x[t] = (&args)[1].n;", "x[t] = args.n;", "insufficient space for an object"),
+    "read past the arguments": ("x[t] = (&args)[1].n;", "x[t] = args.n;", "READ of size 8"),
 }
 
 

@@ -28,6 +28,7 @@ FLAGS = (
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 
 _KERNEL = re.compile(r"__global__[^;{(]*(?:__launch_bounds__\([^)]*\))?\s*\b(\w+)\s*\(")
+_STRUCT = re.compile(r"(__global__[^;{(]*(?:__launch_bounds__\([^)]*\))?\s*\b\w+\s*\(const \w+) (\w+\))")
 _SHARED = re.compile(r"__shared__ ([^;]+);")
 
 _numbers = itertools.count()
@@ -89,6 +90,8 @@ def _poisoned(shared: re.Match[str]) -> str:
 def translate(source: str) -> str:
     """C++ of a CUDA source."""
     kernels = "".join(f"EMULATE({name})\n" for name in _KERNEL.findall(source))
+    # As on a GPU, all threads read the same arguments; a copy of 4 KiB for each of them takes longer than most kernels.
+    source = _STRUCT.sub(r"\1& \2", source)
     # In a namespace without a name, templates' shared variables are the library's own: else no sanitizer guards them.
     return f'#include "cuda.h"\nnamespace {{\n{_SHARED.sub(_poisoned, source)}\n}}\n{kernels}'
 
