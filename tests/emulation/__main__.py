@@ -75,7 +75,8 @@ def main(options: list[str]) -> int:
     narrowed = given or any(option.startswith(SELECTIONS) for option in options)
     files = [] if given else [str(TESTS / f"test_{name}.py") for name in FILES]
     with tempfile.TemporaryDirectory(prefix="emulation-") as folder:  # for what a process that dies leaves behind
-        common = {"TMPDIR": folder, "OMP_NUM_THREADS": "1", "EMULATION_ALL": "" if narrowed else "1"}
+        common = {"TMPDIR": folder, "EMULATION_FOLDER": folder}
+        common |= {"OMP_NUM_THREADS": "1", "EMULATION_ALL": "" if narrowed else "1"}
         options = [*options, *files]
         passed = [run("in order", options, common)]
         passed.append(run("random order", options, {**common, "EMULATION_ORDER": "1", "HYPOTHESIS_EXAMPLES": "5"}))
