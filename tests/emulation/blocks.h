@@ -128,10 +128,11 @@ static u64 wait(State state, u64 value, int line, unsigned source = 0) {
 
 static bool together(const Fiber& a, const Fiber& b) { return a.state == b.state && a.line == b.line; }
 
-// Lets go the warps whose lanes all wait at one shuffle; false if there are none.
-static bool release_warps(int first, int last) {
+// Lets go those warps whose lanes all wait at one shuffle; false if there are none.
+static bool release_warps(const int* numbers, int count) {
     bool released = false;
-    for (Fiber* warp = fibers + first; warp < fibers + last; warp += WARP_SIZE) {
+    for (int k = 0; k < count; ++k) {
+        Fiber* warp = fibers + WARP_SIZE * numbers[k];
         bool all = warp->state == SHUFFLE;
         for (int lane = 0; lane < WARP_SIZE; ++lane) all = all && together(warp[lane], *warp);
         if (!all) continue;
@@ -188,20 +189,25 @@ static void step(int thread) {
     if (fiber.state == ENDED) spare[spares++] = fiber.stack;
 }
 
-// In order a warp goes as far as it can before the next one starts, so that few stacks are in use at a time; in random
-// order all threads go from stop to stop side by side.
+// A few warps go as far as they can before the next ones start, so that few stacks are in use at a time. In order it is one
+// warp; in random order the threads of any four go side by side, others the next time.
 static const char* run_block() {
-    static int order[MOST];
+    static int warps[MOST / WARP_SIZE], order[MOST];
+    const int count = threads / WARP_SIZE, beside = random_state ? 4 : 1;
     ++block_number;
-    for (int t = 0; t < threads; ++t) order[t] = t, fibers[t].state = NEW, fibers[t].line = 0;
-    const int beside = random_state ? threads : WARP_SIZE;
+    for (int w = 0; w < count; ++w) warps[w] = w;
+    for (int t = 0; t < threads; ++t) fibers[t].state = NEW, fibers[t].line = 0;
     do {
-        for (int first = 0; first < threads; first += beside) {
+        if (random_state) shuffle(warps, count);
+        for (int first = 0; first < count; first += beside) {
+            const int some = first + beside < count ? beside : count - first;
+            for (int k = 0; k < some * WARP_SIZE; ++k)
+                order[k] = warps[first + k / WARP_SIZE] * WARP_SIZE + k % WARP_SIZE;
             do {
-                if (random_state) shuffle(order, threads);
-                for (int k = first; k < first + beside; ++k) step(order[k]);
+                if (random_state) shuffle(order, some * WARP_SIZE);
+                for (int k = 0; k < some * WARP_SIZE; ++k) step(order[k]);
                 if (mask_refused) return "only shuffles of whole warps are emulated";
-            } while (release_warps(first, first + beside));
+            } while (release_warps(warps + first, some));
         }
     } while (release_block());
     return spares == MOST ? nullptr : waits_in_vain();
