@@ -8,16 +8,17 @@ import pytest
 import torch
 from ranks import launch
 from torch import nn
-from torch_helpers import assert_same, either_device, everything, kernels_device, mlp, rows, run  # noqa: F401
+from torch_helpers import DEVICES, assert_same, either_device, everything, kernels_device, mlp, rows, run  # noqa: F401
 
 from cafin_cupy import CafinError
 from cafin_cupy.adapters.torch import AdaFisher
 
 
+@pytest.mark.parametrize("on", DEVICES)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_on_all_ranks(ranks: int, tmp_path: Path) -> None:
+def test_on_all_ranks(ranks: int, on: str, tmp_path: Path) -> None:
     """One launch for all checks, each of which has a name of its own in the message."""
-    found = launch(ranks, tmp_path, "zero_checks", "zero_fault_checks")
+    found = launch(ranks, tmp_path, "zero_checks", "zero_fault_checks", on=on)
     failed = {name: said for name, said in found.items() if said}
     assert len(found) > 5 and not failed, "\n".join(f"{name}, {said}" for name, said in failed.items())
 
