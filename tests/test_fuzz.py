@@ -455,7 +455,7 @@ def planted_process(target: str, fault: str, rounds: int, folder: Path) -> tuple
     (folder / "sitecustomize.py").write_text(fault)
     paths = [str(folder), str(TESTS), os.environ.get("PYTHONPATH", os.getcwd())]
     given = Target(target, {"PYTHONPATH": os.pathsep.join(paths)})
-    return Process(given, ["--seed", "1", "--rounds", str(rounds)], folder).wait(time.time() + 60.0)
+    return Process(given, ["--seed", "1", "--rounds", str(rounds)], folder).wait(time.time() + 180.0)
 
 
 SPREAD = """
