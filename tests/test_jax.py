@@ -308,7 +308,7 @@ def test_the_example_of_the_module_runs() -> None:
     code = textwrap.dedent("    layers = " + text)
     ast.parse(code)
     model, x, y = nn.Dense(3), jnp.ones((8, 5)), jnp.zeros(8, int)
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
     names: dict[str, Any] = {**vars(adapter), "jax_linen": jax_linen, "cross_entropy": cross_entropy}
     names |= {"model": model, "variables": variables, "x": x, "params": jax.tree.map(jnp.copy, variables["params"])}
     exec(code, names)
