@@ -137,9 +137,21 @@ def over_ranks(optimizer: Any, factors: Factors) -> Factors:
     own = factors if reduced is None else reduced.own
     if group is None:
         return own
+    _refuse_backend(group, own.H_effective[0].device)
     team: Team = optimizer._team
     losses = _size(group) / max(1, len(team.ranks))
     return ReducedFactors(own, group, optimizer._divide_factor or losses, team)
+
+
+def _refuse_backend(group: Any, device: torch.device) -> None:
+    """NCCL sends nothing that lies on the CPU, where `CPUOffloadPolicy` keeps factors and parameters."""
+    served = sorted({each.type for each in group._device_types})
+    if device.type not in served:
+        raise BackendError(
+            f"step: the process group must have a backend for tensors on {device.type}, where parameters and factors "
+            f"are, got backends for {', '.join(served)}; start it by "
+            'torch.distributed.init_process_group("cpu:gloo,cuda:nccl")'
+        )
 
 
 def meet(optimizer: AdaFisher, sampled: bool) -> None:

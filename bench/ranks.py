@@ -2,7 +2,8 @@
 `DistributedDataParallel` and `fully_shard` against fused AdamW, what is sent, and how much of a sampled step's sending
 shows.
 
-With `--device cpu` a smoke test at small sizes over gloo. Writes a table and JSON into `bench/results`.
+With `--device cpu` a smoke test at small sizes over gloo, with `--shared` one over NCCL on a GPU that all ranks share.
+Writes a table and JSON into `bench/results`.
 """
 
 from __future__ import annotations
@@ -304,8 +305,12 @@ def main(argv: list[str] | None = None) -> int:
     """0: done; 2: nothing could run."""
     parser = argparse.ArgumentParser(prog="torchrun --nproc-per-node=2 -m bench.ranks", description=__doc__)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: small sizes, a smoke test")
+    parser.add_argument("--shared", action="store_true", help="all ranks on one GPU: small sizes, a smoke test")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder of the results")
     chosen = parser.parse_args(argv)
+    if chosen.shared:
+        # NCCL refuses ranks of one host that share a GPU. Those of several hosts speak through sockets.
+        os.environ["NCCL_HOSTID"], os.environ["LOCAL_RANK"] = f"host of rank {os.environ.get('RANK')}", "0"
     ranks = Ranks()
     if ranks.count < 2:
         print("bench.ranks: start it by `torchrun --nproc-per-node=2 -m bench.ranks`", file=sys.stderr)
@@ -313,14 +318,14 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     device = ranks.device(torch.device(chosen.device))
     cuda = device.type == "cuda"
-    sizes = FULL if cuda else TINY
+    sizes = FULL if cuda and not chosen.shared else TINY
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     warnings.filterwarnings("ignore", "AdaFisher: no factors")  # positions, which no layer owns
     with ranks:
         facts, clock = environment(device), Clock(device)
         told = {"ranks": ranks.count, "backend": distributed.get_backend(), "rounds": sizes.rounds, "tf32": False}
         record: dict[str, Any] = {"environment": facts, "conditions": told, "workloads": []}
-        path = chosen.out / f"{stem(facts, 'ranks' if cuda else 'ranks-smoke')}.json"
+        path = chosen.out / f"{stem(facts, 'ranks' if sizes is FULL else 'ranks-smoke')}.json"
         for work in works(sizes, device):
             record["workloads"].append(measure(work, sizes, clock))
             if ranks.first:  # after each, so that an end by force loses little

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import RAW
 from rank_checks import counted
-from ranks import only
+from ranks import EXACT, HOME, PRECISE, only
 from shard_checks import assert_law, load, saved
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint as dcp
@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from cafin_cupy import CafinError, NonFiniteError
+from cafin_cupy.adapters import torch_compiled
 from cafin_cupy.adapters.torch import AdaFisher, AdaFisherW
 from cafin_cupy.adapters.torch_parallel import settled
 
@@ -51,7 +52,7 @@ class Block(nn.Module):
         return self.head(self.last(x))
 
 
-def block(dtype: torch.dtype = torch.float64) -> Block:
+def block(dtype: torch.dtype = PRECISE) -> Block:
     torch.manual_seed(2)
     return Block().to(dtype)
 
@@ -113,7 +114,7 @@ PLANS: list[Callable[[], dict[str, Any]]] = [plain_plan, sequence_plan, mixed_pl
 
 
 def check_law(rank: int, ranks: int) -> None:
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh(HOME, (ranks,))
     for dtype, averaging, kind, plans in (
         (torch.float32, "parity", AdaFisher, PLANS[1:2]),
         (torch.float64, "parity", AdaFisherW, PLANS[:1]),
@@ -129,7 +130,7 @@ def check_law(rank: int, ranks: int) -> None:
 @only(4)
 def check_with_shards(rank: int, ranks: int) -> None:
     """`fully_shard` on the other axis of the mesh: two losses, each of a team of two ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "team"))
+    mesh = init_device_mesh(HOME, (2, 2), mesh_dim_names=("data", "team"))
     for dtype, options in ((torch.float64, {"averaging": "paper"}), (torch.float32, {})):
         alone = train(AdaFisher(block(dtype), dist=False, TCov=2, **options), data(3))
         for plan in PLANS:
@@ -151,7 +152,7 @@ def check_features_that_the_ranks_do_not_divide(rank: int, ranks: int) -> None:
 
     def made() -> nn.Module:
         torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1), nn.Linear(1, 7)).double()
+        return nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1), nn.Linear(1, 7)).to(PRECISE)
 
     plan = {
         "0": ColwiseParallel(use_local_output=False),  # local ones would count as equally long
@@ -159,8 +160,8 @@ def check_features_that_the_ranks_do_not_divide(rank: int, ranks: int) -> None:
         "3": ColwiseParallel(output_layouts=Replicate()),
     }
     torch.manual_seed(3)
-    batches = list(torch.randn(3, 6, 5, dtype=torch.float64))
-    mesh = init_device_mesh("cpu", (ranks,))
+    batches = list(torch.randn(3, 6, 5, dtype=PRECISE))
+    mesh = init_device_mesh(HOME, (ranks,))
     got, alone = AdaFisher(parallelize_module(made(), mesh, plan), TCov=1), AdaFisher(made(), TCov=1, dist=False)
     for x in batches:
         for optimizer in (got, alone):
@@ -173,7 +174,7 @@ def check_features_that_the_ranks_do_not_divide(rank: int, ranks: int) -> None:
 def check_accumulation_over_sequences_of_different_lengths(rank: int, ranks: int) -> None:
     """A norm's part of the sequence then lies elsewhere in each micro-batch."""
     lengths = 2 * ranks, ranks, 3 * ranks
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh(HOME, (ranks,))
     got = AdaFisher(parallelize_module(block(), mesh, sequence_plan()), TCov=1, averaging=RAW)
     alone = AdaFisher(block(), TCov=1, averaging=RAW, dist=False)
     for optimizer in (got, alone):
@@ -189,7 +190,10 @@ def check_accumulation_over_sequences_of_different_lengths(rank: int, ranks: int
 def check_compiled(rank: int, ranks: int) -> None:
     """Graphs hand over what lies in memory, and the layouts go beside them."""
     alone = train(AdaFisher(block(), TCov=2, dist=False), data(2))
-    model = parallelize_module(block(), init_device_mesh("cpu", (ranks,)), sequence_plan())
+    plan = sequence_plan()
+    if not torch_compiled.FOLLOWS:  # PyTorch then forgets to undo what it has traced of a table's rows
+        plan["words"] = ColwiseParallel(output_layouts=Shard(1))
+    model = parallelize_module(block(), init_device_mesh(HOME, (ranks,)), plan)
     model.compile(backend="aot_eager")
     assert_law(train(AdaFisher(model, TCov=2), data(2)), alone)
 
@@ -207,7 +211,7 @@ def check_activation_checkpointing(rank: int, ranks: int) -> None:
             return recomputed(self.inner, x, use_reentrant=False)
 
     got, alone = Recomputing(), Recomputing()
-    parallelize_module(got.inner, init_device_mesh("cpu", (ranks,)), sequence_plan())
+    parallelize_module(got.inner, init_device_mesh(HOME, (ranks,)), sequence_plan())
     alone_too = train(AdaFisher(alone, TCov=1, dist=False), data(2))
     assert_law(train(AdaFisher(got, TCov=1), data(2)), alone_too)
 
@@ -215,7 +219,7 @@ def check_activation_checkpointing(rank: int, ranks: int) -> None:
 @only(4)
 def check_gradients_that_the_script_averages(rank: int, ranks: int) -> None:
     """Over the teams, on the other axis of the mesh, by hand and by DistributedDataParallel."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "team"))
+    mesh = init_device_mesh(HOME, (2, 2), mesh_dim_names=("data", "team"))
     alone = train(AdaFisher(block(), TCov=1, dist=False), data(2))
     optimizer = AdaFisher(parallelize_module(block(), mesh["team"], plain_plan()), TCov=1)
     for x in data(2):
@@ -233,7 +237,7 @@ def check_gradients_that_the_script_averages(rank: int, ranks: int) -> None:
 def check_state_dicts(rank: int, ranks: int) -> None:
     """A checkpoint of one process serves a team, and the other way round by torch.distributed.checkpoint."""
     alone = train(AdaFisher(block(), TCov=2, dist=False), data(3))
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh(HOME, (ranks,))
     optimizer = AdaFisher(parallelize_module(block(), mesh, plain_plan()), TCov=2)
     options = state_dicts.StateDictOptions(full_state_dict=True)
     state_dicts.set_model_state_dict(optimizer.model, alone.model.state_dict(), options=options)
@@ -253,13 +257,13 @@ def check_state_dicts(rank: int, ranks: int) -> None:
 def check_checkpoints_of_other_meshes(rank: int, ranks: int) -> None:
     """Saved by shards of teams, loaded by one team."""
     alone = train(AdaFisher(block(), TCov=2, dist=False), data(5))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "team"))
+    mesh = init_device_mesh(HOME, (2, 2), mesh_dim_names=("data", "team"))
     model = fully_shard(parallelize_module(block(), mesh["team"], plain_plan()), mesh=mesh["data"])
     before = train(AdaFisher(model, TCov=2), data(5)[:3], rank // 2, 2)
     shared = [tempfile.mkdtemp() if rank == 0 else ""]
     distributed.broadcast_object_list(shared)
     dcp.save(saved(before), checkpoint_id=shared[0])
-    flat = init_device_mesh("cpu", (4,))
+    flat = init_device_mesh(HOME, (4,))
     after = load(AdaFisher(parallelize_module(block(), flat, sequence_plan()), TCov=2), shared[0])
     assert_law(train(after, data(5)[3:]), alone)
     distributed.barrier()
@@ -268,7 +272,7 @@ def check_checkpoints_of_other_meshes(rank: int, ranks: int) -> None:
 
 
 def check_what_cannot_be_served_is_refused(rank: int, ranks: int) -> None:
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh(HOME, (ranks,))
     model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.Linear(6, 4))
     model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)]))
     with pytest.raises(CafinError, match=r"`model \(0\)` must be Linear or Embedding to be divided, got Conv1d"):
@@ -281,9 +285,9 @@ def check_what_cannot_be_served_is_refused(rank: int, ranks: int) -> None:
     with pytest.raises(CafinError, match=r"`dist` must not be False .* with tensor parallelism"):
         AdaFisher(model, dist=False)
     mine = [distributed.new_group([k]) for k in range(ranks)][rank]
-    other = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("data", "team"))["team"]
+    other = init_device_mesh(HOME, (ranks // 2, 2), mesh_dim_names=("data", "team"))["team"]
     if ranks > 2:
-        model.head = parallelize_module(nn.Linear(WIDTH, WORDS).double(), other, ColwiseParallel())
+        model.head = parallelize_module(nn.Linear(WIDTH, WORDS).to(PRECISE), other, ColwiseParallel())
         with pytest.raises(CafinError, match=r"`model \(head.weight\)` must have the mesh of the others"):
             AdaFisher(model)
         model = parallelize_module(block(), mesh, plain_plan())
@@ -301,10 +305,10 @@ def check_what_cannot_be_served_is_refused(rank: int, ranks: int) -> None:
 
 @only(2)
 def check_layers_that_join_are_checked_as_the_first_ones(rank: int, ranks: int) -> None:
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh(HOME, (ranks,))
     optimizer = AdaFisher(parallelize_module(block(), mesh, plain_plan()), TCov=1)
     train(optimizer, data(1), 0, 1)
-    late = optimizer.model.late = nn.Conv1d(2, 4, 3, bias=False).double()
+    late = optimizer.model.late = nn.Conv1d(2, 4, 3, bias=False).to(PRECISE)
     late.weight = nn.Parameter(distribute_tensor(late.weight.detach(), mesh, [Shard(0)]))
     with pytest.raises(CafinError, match=r"add_param_group: `model \(late\)` must be Linear or Embedding"):
         optimizer.add_param_group({"params": late.parameters()})
@@ -317,7 +321,7 @@ def check_layers_that_join_are_checked_as_the_first_ones(rank: int, ranks: int) 
 @only(2)
 def check_clipped_gradients(rank: int, ranks: int) -> None:
     """And what is decided and measured over the team."""
-    model = parallelize_module(block(), init_device_mesh("cpu", (ranks,)), sequence_plan())
+    model = parallelize_module(block(), init_device_mesh(HOME, (ranks,)), sequence_plan())
     got, alone = AdaFisher(model, TCov=1, error_if_nonfinite=True), AdaFisher(block(), dist=False, TCov=1)
     for x in data(2):
         for optimizer in (got, alone):
@@ -326,7 +330,7 @@ def check_clipped_gradients(rank: int, ranks: int) -> None:
             nn.utils.clip_grad_norm_(optimizer.model.parameters(), 0.01)
             optimizer.step()
     assert_law(got, alone)
-    assert got.curvature().flat() == pytest.approx(alone.curvature().flat(), rel=1e-11)  # a ratio of long sums
+    assert got.curvature().flat() == pytest.approx(alone.curvature().flat(), rel=10 * EXACT)  # a ratio of long sums
     loss_of(model, data(1)[0]).backward()
     if rank == 1:
         model.first.weight.grad.to_local()[0] = float("nan")
@@ -338,8 +342,8 @@ def check_clipped_gradients(rank: int, ranks: int) -> None:
 @only(2)
 def check_scalers_are_refused(rank: int, ranks: int) -> None:
     """PyTorch's would find the inf on one rank alone, as its verdict goes by how the first gradient is laid out."""
-    model = parallelize_module(block(), init_device_mesh("cpu", (ranks,)), sequence_plan())
-    optimizer, scaler = AdaFisher(model, TCov=1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model = parallelize_module(block(), init_device_mesh(HOME, (ranks,)), sequence_plan())
+    optimizer, scaler = AdaFisher(model, TCov=1), torch.amp.GradScaler(HOME, init_scale=1024.0)
     scaler.scale(loss_of(model, data(1)[0])).backward()
     if rank == 1:
         model.up.weight.grad.to_local()[0] = float("inf")

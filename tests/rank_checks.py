@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import RAW
-from ranks import only
+from ranks import EXACT, HOME, PRECISE, only
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -69,7 +69,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def net_of(dtype: torch.dtype) -> Net:
-    return net("cpu", norm=False).to(dtype)  # BatchNorm normalises each rank's share by itself
+    return net(HOME, norm=False).to(dtype)  # BatchNorm normalises each rank's share by itself
 
 
 def check_law(rank: int, ranks: int) -> None:
@@ -79,7 +79,7 @@ def check_law(rank: int, ranks: int) -> None:
         (torch.float64, "paper", AdaFisher),
     ):
         options: dict[str, Any] = {"TCov": 2, "averaging": averaging, "weight_decay": 1e-2}
-        batches = [x.to(dtype) for x in images("cpu", *[WHOLE] * 5)]
+        batches = [x.to(dtype) for x in images(HOME, *[WHOLE] * 5)]
         model = replica(net_of(dtype), gradient_as_bucket_view=True)
         got = train(kind(model, check_every=1, **options), batches, rank, ranks)
         assert_law(got, train(kind(net_of(dtype), dist=False, **options), batches, 0, 1), TOLERANCES[dtype])
@@ -87,8 +87,8 @@ def check_law(rank: int, ranks: int) -> None:
 
 def check_law_without_a_wrapper(rank: int, ranks: int) -> None:
     """The script averages gradients itself."""
-    optimizer = AdaFisher(mlp("cpu").double(), TCov=1, dist=True)
-    batches = [x.double() for x in rows("cpu", 3, WHOLE)]
+    optimizer = AdaFisher(mlp(HOME).to(PRECISE), TCov=1, dist=True)
+    batches = [x.to(PRECISE) for x in rows(HOME, 3, WHOLE)]
     for x in batches:
         optimizer.zero_grad()
         loss_of(optimizer.model, x.tensor_split(ranks)[rank]).backward()
@@ -96,39 +96,39 @@ def check_law_without_a_wrapper(rank: int, ranks: int) -> None:
             distributed.all_reduce(p.grad)
             p.grad /= ranks
         optimizer.step()
-    assert_law(optimizer, train(AdaFisher(mlp("cpu").double(), TCov=1, dist=False), batches, 0, 1), 1e-12)
+    assert_law(optimizer, train(AdaFisher(mlp(HOME).to(PRECISE), TCov=1, dist=False), batches, 0, 1), EXACT)
 
 
 def check_uneven_batches(rank: int, ranks: int) -> None:
-    batches = [x.double() for size in (WHOLE, WHOLE + 1, 2 * ranks - 1) for x in rows("cpu", 1, size)]
-    got = train(AdaFisher(replica(mlp("cpu").double()), TCov=1), batches, rank, ranks)
-    assert_law(got, train(AdaFisher(mlp("cpu").double(), TCov=1, dist=False), batches, 0, 1), 1e-12)
+    batches = [x.to(PRECISE) for size in (WHOLE, WHOLE + 1, 2 * ranks - 1) for x in rows(HOME, 1, size)]
+    got = train(AdaFisher(replica(mlp(HOME).to(PRECISE)), TCov=1), batches, rank, ranks)
+    assert_law(got, train(AdaFisher(mlp(HOME).to(PRECISE), TCov=1, dist=False), batches, 0, 1), EXACT)
 
 
 def check_static_graph_and_unused_parameters(rank: int, ranks: int) -> None:
-    batches = [x.double() for x in rows("cpu", 4, WHOLE)]
-    alone = train(AdaFisher(mlp("cpu").double(), TCov=2, dist=False), batches, 0, 1)
+    batches = [x.to(PRECISE) for x in rows(HOME, 4, WHOLE)]
+    alone = train(AdaFisher(mlp(HOME).to(PRECISE), TCov=2, dist=False), batches, 0, 1)
     for option in ("static_graph", "find_unused_parameters"):
-        model = replica(mlp("cpu").double(), **{option: True})
-        assert_law(train(AdaFisher(model, TCov=2), batches, rank, ranks), alone, 1e-12)
+        model = replica(mlp(HOME).to(PRECISE), **{option: True})
+        assert_law(train(AdaFisher(model, TCov=2), batches, rank, ranks), alone, EXACT)
 
 
 def check_compiled(rank: int, ranks: int) -> None:
     """Within the wrapper, where its hook starts the collective in backward, and around it."""
-    batches = [x.double() for x in rows("cpu", 3, WHOLE)]
-    alone = train(AdaFisher(mlp("cpu").double(), TCov=2, dist=False), batches, 0, 1)
-    inner = replica(torch.compile(mlp("cpu").double(), backend="aot_eager"))
-    assert_law(train(AdaFisher(inner, TCov=2), batches, rank, ranks), alone, 1e-12)
-    outer = torch.compile(replica(mlp("cpu").double()), backend="aot_eager")
-    assert_law(train(AdaFisher(outer, TCov=2), batches, rank, ranks), alone, 1e-12)
+    batches = [x.to(PRECISE) for x in rows(HOME, 3, WHOLE)]
+    alone = train(AdaFisher(mlp(HOME).to(PRECISE), TCov=2, dist=False), batches, 0, 1)
+    inner = replica(torch.compile(mlp(HOME).to(PRECISE), backend="aot_eager"))
+    assert_law(train(AdaFisher(inner, TCov=2), batches, rank, ranks), alone, EXACT)
+    outer = torch.compile(replica(mlp(HOME).to(PRECISE)), backend="aot_eager")
+    assert_law(train(AdaFisher(outer, TCov=2), batches, rank, ranks), alone, EXACT)
 
 
 def check_accumulation(rank: int, ranks: int) -> None:
     """Micro-batches under no_sync, and with a collective for each."""
-    batches = [x.double() for x in rows("cpu", 3, 2 * WHOLE)]
-    alone = train(AdaFisher(mlp("cpu").double(), TCov=2, dist=False), batches, 0, 1)
+    batches = [x.to(PRECISE) for x in rows(HOME, 3, 2 * WHOLE)]
+    alone = train(AdaFisher(mlp(HOME).to(PRECISE), TCov=2, dist=False), batches, 0, 1)
     for silent, calls in (((True, True, False), 1), ((False, False, False), 3)):
-        model = replica(mlp("cpu").double())
+        model = replica(mlp(HOME).to(PRECISE))
         optimizer = AdaFisher(model, TCov=2)
         with counted() as sent:
             for x in batches:
@@ -138,7 +138,7 @@ def check_accumulation(rank: int, ranks: int) -> None:
                         (loss_of(model, part) / 3).backward()
                 optimizer.step()
         assert len(sent) == 3 + 2 * calls - 1, sent  # agreement, repeat for the length of layer norms, two steps
-        assert_law(optimizer, alone, 1e-12)
+        assert_law(optimizer, alone, EXACT)
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def check_one_collective_on_sampled_steps_within_backward(rank: int, ranks: int)
     optimizer = AdaFisher(replica(model), TCov=3)
     sizes = []
     with counted() as sent:
-        for step, x in enumerate(rows("cpu", 9)):
+        for step, x in enumerate(rows(HOME, 9)):
             optimizer.zero_grad()
             loss_of(optimizer.model, x).backward()
             sizes.append(list(sent))
@@ -177,7 +177,7 @@ def check_every_layer_type(rank: int, ranks: int) -> None:
         if len(shape) < 2 or shape[0] < ranks or "unbatched" in name or "sync" in name:
             continue
         torch.manual_seed(0)
-        layer, x = make(), drawn(make(), shape)
+        layer, x = make().to(HOME), drawn(make(), shape, HOME)
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             layer.eval().track_running_stats = True  # the same for all shares
         s = torch.randn_like(layer(x))
@@ -195,8 +195,8 @@ def check_every_layer_type(rank: int, ranks: int) -> None:
 def check_sequences_of_different_lengths(rank: int, ranks: int) -> None:
     """H of a layer norm sums over the positions of the longest sequence, wherever that is."""
     torch.manual_seed(1)
-    calls = [[torch.randn(2, length, 6, dtype=torch.float64) for length in lengths] for lengths in LENGTHS]
-    got, alone = (AdaFisher(nn.LayerNorm(6).double(), TCov=1, averaging=RAW, dist=dist) for dist in (None, False))
+    calls = [[torch.randn(2, length, 6, dtype=PRECISE) for length in lengths] for lengths in LENGTHS]
+    got, alone = (AdaFisher(nn.LayerNorm(6).to(PRECISE), TCov=1, averaging=RAW, dist=dist) for dist in (None, False))
     for lengths in calls:
         got.zero_grad()
         alone.zero_grad()
@@ -208,7 +208,7 @@ def check_sequences_of_different_lengths(rank: int, ranks: int) -> None:
             p.grad /= ranks
         got.step()
         alone.step()
-        assert_law(got, alone, 1e-12)
+        assert_law(got, alone, 3 * EXACT)  # S squares sums that cancel
 
 
 LENGTHS = [(3, 5, 1, 2), (2, 2, 1, 1), (9, 4, 4, 4), (5, 9, 9, 1)]
@@ -229,28 +229,28 @@ class Choice(nn.Module):
 def check_a_layer_on_one_rank(rank: int, ranks: int) -> None:
     def made() -> Choice:
         torch.manual_seed(1)
-        return Choice(ranks).double()
+        return Choice(ranks).to(PRECISE)
 
     warnings.simplefilter("error")  # a layer that another rank has seen is not called unseen
     got = AdaFisher(replica(made(), find_unused_parameters=True), TCov=1)
     alone = AdaFisher(made(), TCov=1, dist=False)
-    for x in rows("cpu", 3, 4 * ranks):
+    for x in rows(HOME, 3, 4 * ranks):
         got.zero_grad()
         alone.zero_grad()
-        parts = x.double().chunk(ranks)
+        parts = x.to(PRECISE).chunk(ranks)
         got.model(parts[rank], rank).square().mean().backward()
         for choice, part in enumerate(parts):
             (alone.model(part, choice).square().mean() / ranks).backward()
         got.step()
         alone.step()
-    assert_law(got, alone, 1e-12)
+    assert_law(got, alone, EXACT)
 
 
 def check_a_layer_on_no_rank(rank: int, ranks: int) -> None:
     torch.manual_seed(1)
     model = Choice(ranks + 1)
     optimizer = AdaFisher(replica(model, find_unused_parameters=True), TCov=1)
-    optimizer.model(rows("cpu", 1)[0], rank).square().mean().backward()
+    optimizer.model(rows(HOME, 1)[0], rank).square().mean().backward()
     optimizer.step()
     H, S = optimizer.factors()[f"module.own.{ranks}"]
     assert H.eq(1).all() and S.eq(1).all()
@@ -259,12 +259,12 @@ def check_a_layer_on_no_rank(rank: int, ranks: int) -> None:
 
 def check_a_nan_on_one_rank(rank: int, ranks: int) -> None:
     """Every rank keeps the factors of that layer, and goes on."""
-    model = mlp("cpu")
+    model = mlp(HOME)
     optimizer = AdaFisher(model, TCov=1, check_every=1)
-    train_apart(optimizer, rows("cpu", 1)[0])
+    train_apart(optimizer, rows(HOME, 1)[0])
     before = everything(optimizer)
     optimizer.zero_grad()
-    loss_of(model, rows("cpu", 1)[0]).backward()
+    loss_of(model, rows(HOME, 1)[0]).backward()
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     if rank == 1:
@@ -283,10 +283,10 @@ def train_apart(optimizer: AdaFisher, x: Tensor) -> None:
 
 
 def check_a_scaler_skips_on_all_ranks(rank: int, ranks: int) -> None:
-    optimizer = AdaFisher(replica(mlp("cpu")), TCov=1, check_every=1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    alone = AdaFisher(mlp("cpu"), TCov=1, dist=False)
-    for step, x in enumerate(rows("cpu", 4, WHOLE)):
+    optimizer = AdaFisher(replica(mlp(HOME)), TCov=1, check_every=1)
+    scaler = torch.amp.GradScaler(HOME, init_scale=1024.0)
+    alone = AdaFisher(mlp(HOME), TCov=1, dist=False)
+    for step, x in enumerate(rows(HOME, 4, WHOLE)):
         optimizer.zero_grad()
         mine = x.tensor_split(ranks)[rank]
         bad = step in (0, 2) and rank == ranks - 1
@@ -306,27 +306,27 @@ def check_a_hook_that_adds_gradients_up(rank: int, ranks: int) -> None:
     def adding(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations, and knows no strings
         return distributed.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
 
-    batches = [x.double() for x in rows("cpu", 3, WHOLE)]
-    alone = train(AdaFisher(mlp("cpu").double(), TCov=1, dist=False), batches, 0, 1)
+    batches = [x.to(PRECISE) for x in rows(HOME, 3, WHOLE)]
+    alone = train(AdaFisher(mlp(HOME).to(PRECISE), TCov=1, dist=False), batches, 0, 1)
     for hook, factor, scale in ((adding, 1.0, 1 / ranks), (default_hooks.allreduce_hook, None, 1.0)):
-        model = replica(mlp("cpu").double())
+        model = replica(mlp(HOME).to(PRECISE))
         model.register_comm_hook(None, hook)
         got = AdaFisher(model, TCov=1, gradient_divide_factor=factor)
         for x in batches:
             got.zero_grad()
             (loss_of(model, x.tensor_split(ranks)[rank]) * scale).backward()
             got.step()
-        assert_law(got, alone, 1e-12)
+        assert_law(got, alone, EXACT)
 
 
 @only(4)
 def check_a_group_of_some_ranks(rank: int, ranks: int) -> None:
     groups = [distributed.new_group([0, 2]), distributed.new_group([1, 3])]
     group, place = groups[rank % 2], rank // 2
-    batches = [x.double() + rank % 2 for x in rows("cpu", 3, WHOLE)]
-    alone = train(AdaFisher(mlp("cpu").double(), TCov=1, dist=False), batches, 0, 1)
-    wrapped = replica(mlp("cpu").double(), process_group=group)
-    bare = mlp("cpu").double()
+    batches = [x.to(PRECISE) + rank % 2 for x in rows(HOME, 3, WHOLE)]
+    alone = train(AdaFisher(mlp(HOME).to(PRECISE), TCov=1, dist=False), batches, 0, 1)
+    wrapped = replica(mlp(HOME).to(PRECISE), process_group=group)
+    bare = mlp(HOME).to(PRECISE)
     for optimizer in (AdaFisher(wrapped, TCov=1), AdaFisher(bare, TCov=1, dist=group)):
         for x in batches:
             optimizer.zero_grad()
@@ -337,7 +337,7 @@ def check_a_group_of_some_ranks(rank: int, ranks: int) -> None:
             optimizer.step()
         one, other = plain(everything(optimizer)), everything(alone)
         for name, value in other.items():
-            near(one[name], value, name, 1e-12) if isinstance(value, Tensor) else None
+            near(one[name], value, name, EXACT) if isinstance(value, Tensor) else None
     twin = copy.deepcopy(optimizer)
     assert twin._dist.group is group
     assert_same(twin, optimizer)
@@ -346,16 +346,16 @@ def check_a_group_of_some_ranks(rank: int, ranks: int) -> None:
 
 
 def check_stochastic_rounding_draws_the_same_on_all_ranks(rank: int, ranks: int) -> None:
-    model = replica(mlp("cpu").bfloat16())
+    model = replica(mlp(HOME).bfloat16())
     torch.manual_seed(rank)
     optimizer = AdaFisher(model, TCov=2, stochastic_rounding=True, check_every=1)
-    train(optimizer, [x.bfloat16() for x in rows("cpu", 3, WHOLE)], rank, ranks)
+    train(optimizer, [x.bfloat16() for x in rows(HOME, 3, WHOLE)], rank, ranks)
 
 
 def check_what_one_rank_does_behind_the_backward_pass(rank: int, ranks: int) -> None:
     """As for a picture of saliency: its gradients are averaged by nobody, and its sums do not count."""
-    optimizer = AdaFisher(replica(mlp("cpu").double()), TCov=1)
-    batches = [x.double() for x in rows("cpu", 3, WHOLE)]
+    optimizer = AdaFisher(replica(mlp(HOME).to(PRECISE)), TCov=1)
+    batches = [x.to(PRECISE) for x in rows(HOME, 3, WHOLE)]
     for x in batches:
         optimizer.zero_grad()
         loss_of(optimizer.model, x.tensor_split(ranks)[rank]).backward()
@@ -363,7 +363,7 @@ def check_what_one_rank_does_behind_the_backward_pass(rank: int, ranks: int) -> 
             torch.autograd.grad(optimizer.model.module(x.requires_grad_()).sum(), x)
         optimizer.step()
     batches = [x.detach() for x in batches]
-    assert_law(optimizer, train(AdaFisher(mlp("cpu").double(), TCov=1, dist=False), batches, 0, 1), 1e-12)
+    assert_law(optimizer, train(AdaFisher(mlp(HOME).to(PRECISE), TCov=1, dist=False), batches, 0, 1), EXACT)
 
 
 class Heads(nn.Module):
@@ -383,38 +383,38 @@ def check_an_output_that_the_loss_leaves_out(rank: int, ranks: int) -> None:
 
     def made() -> Heads:
         torch.manual_seed(1)
-        return Heads().double()
+        return Heads().to(PRECISE)
 
     got = AdaFisher(replica(made(), find_unused_parameters=True), TCov=1)
     alone = AdaFisher(made(), TCov=1, dist=False)
-    for x in rows("cpu", 3, 4 * ranks):
+    for x in rows(HOME, 3, 4 * ranks):
         got.zero_grad()
         alone.zero_grad()
-        parts = x.double().chunk(ranks)
+        parts = x.to(PRECISE).chunk(ranks)
         got.model(parts[rank])["ab"[rank % 2]].square().mean().backward()
         for other, part in enumerate(parts):
             (alone.model(part)["ab"[other % 2]].square().mean() / ranks).backward()
         got.step()
         alone.step()
-    assert_law(got, alone, 1e-12)
+    assert_law(got, alone, EXACT)
 
 
 def check_copies_and_resumed_runs(rank: int, ranks: int) -> None:
-    batches = [x.double() for x in rows("cpu", 5, WHOLE)]
-    optimizer = train(AdaFisher(replica(mlp("cpu").double()), TCov=2), batches[:3], rank, ranks)
-    fresh = AdaFisher(replica(mlp("cpu").double()), TCov=2)
+    batches = [x.to(PRECISE) for x in rows(HOME, 5, WHOLE)]
+    optimizer = train(AdaFisher(replica(mlp(HOME).to(PRECISE)), TCov=2), batches[:3], rank, ranks)
+    fresh = AdaFisher(replica(mlp(HOME).to(PRECISE)), TCov=2)
     fresh.model.load_state_dict(optimizer.model.state_dict())
     fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train(fresh, batches[3:], rank, ranks)
-    assert_law(fresh, train(AdaFisher(mlp("cpu").double(), TCov=2, dist=False), batches, 0, 1), 1e-12)
+    assert_law(fresh, train(AdaFisher(mlp(HOME).to(PRECISE), TCov=2, dist=False), batches, 0, 1), EXACT)
 
 
 def check_a_step_that_is_called_off(rank: int, ranks: int) -> None:
     """zero_grad() forgets what the ranks have added up, and what is under way."""
-    optimizer = AdaFisher(replica(mlp("cpu").double()), TCov=1)
-    batches = [x.double() for x in rows("cpu", 3, WHOLE)]
+    optimizer = AdaFisher(replica(mlp(HOME).to(PRECISE)), TCov=1)
+    batches = [x.to(PRECISE) for x in rows(HOME, 3, WHOLE)]
     for _ in range(2):
         loss_of(optimizer.model, batches[0][rank:]).backward()
     assert optimizer._factors.pending
     train(optimizer, batches, rank, ranks)
-    assert_law(optimizer, train(AdaFisher(mlp("cpu").double(), TCov=1, dist=False), batches, 0, 1), 1e-12)
+    assert_law(optimizer, train(AdaFisher(mlp(HOME).to(PRECISE), TCov=1, dist=False), batches, 0, 1), EXACT)

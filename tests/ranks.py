@@ -2,6 +2,9 @@
 
 pytest: results = launch(2, tmp_path, "rank_checks")      # {name of a check: what went wrong on which rank}
 a launch: python -m ranks 2 FOLDER rank_checks            # imports once, and is forked into the ranks
+
+On CPUs ranks speak over gloo and compute in float64. With RANKS_ON=cuda in the environment they have a GPU each, or
+share one where there are fewer, speak over NCCL and compute in float32, which the kernels know.
 """
 
 from __future__ import annotations
@@ -12,13 +15,19 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
 
+ON_GPUS = os.environ.get("RANKS_ON") == "cuda"
+HOME, BACKEND = ("cuda", "nccl") if ON_GPUS else ("cpu", "gloo")
+PRECISE = torch.float32 if ON_GPUS else torch.float64
+EXACT = 1e-5 if ON_GPUS else 1e-12  # relative to a tensor's largest entry: sums in another order, some steps long
 PATIENCE = 60.0  # seconds that a rank waits for the others, which may have failed a check
 Check = Callable[[int, int], None]
 
@@ -40,21 +49,36 @@ def only(*ranks: int) -> Callable[[Check], Check]:
     return decorate
 
 
+def sends_from_cpus(check: Check) -> Check:
+    """Run a check on GPUs with a process group that serves CPUs as well."""
+    check.both = True  # type: ignore[attr-defined]
+    return check
+
+
+def backend_of(check: Check) -> str:
+    return "cpu:gloo,cuda:nccl" if ON_GPUS and getattr(check, "both", False) else BACKEND
+
+
 def environment() -> dict[str, str]:
     """Of a rank on this machine, whatever its name resolves to."""
     return {
         **os.environ,
         "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
         "NCCL_NVLS_ENABLE": "0",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
 
 
-def launch(ranks: int, folder: Path, *modules: str) -> dict[str, str]:
+def launch(ranks: int, folder: Path, *modules: str, on: str = "cpu") -> dict[str, str]:
     """What the ranks' checks have found: nothing for those that passed on all."""
+    if on == "cuda" and not torch.cuda.is_available():
+        pytest.skip("NCCL needs a real GPU")
     command = [sys.executable, "-m", "ranks", str(ranks), str(folder), *modules]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment()}
+    env = {**environment(), "RANKS_ON": on}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": env}
     text = subprocess.run(command, timeout=600, **options).stdout  # type: ignore[call-overload]
     found: dict[str, str] = {}
     for rank in range(ranks):
@@ -92,31 +116,43 @@ def _end_with(run: Callable[[int], None], rank: int) -> NoReturn:
 
 
 def main(ranks: int, folder: str, *modules: str) -> None:
-    import torch
     from torch import distributed
 
     torch.set_num_threads(1)
     checks = checks_of(modules, ranks)
 
     def run(rank: int) -> None:
-        backend = "nccl" if modules[0].endswith("_gpu") else "gloo"
-        if backend == "nccl":
-            torch.cuda.set_device(rank)
         results: dict[str, str] = {}
-        for name, check in checks.items():
-            method = f"file://{folder}/{name}"
-            options = {"rank": rank, "world_size": ranks, "timeout": timedelta(seconds=PATIENCE)}
-            distributed.init_process_group(backend, init_method=method, **options)
-            try:
-                torch.manual_seed(0)
-                check(rank, ranks)
-                results[name] = ""
-            except (Exception, pytest.fail.Exception):
-                results[name] = traceback.format_exc()
-            distributed.destroy_process_group()
+        with on_a_gpu(rank, ranks) if ON_GPUS else nullcontext():
+            for name, check in checks.items():
+                results[name] = "ended the process"
+                Path(folder, f"{rank}.json").write_text(json.dumps(results))
+                method = f"file://{folder}/{name}"
+                options = {"rank": rank, "world_size": ranks, "timeout": timedelta(seconds=PATIENCE)}
+                distributed.init_process_group(backend_of(check), init_method=method, **options)
+                try:
+                    torch.manual_seed(0)
+                    check(rank, ranks)
+                    results[name] = ""
+                except (Exception, pytest.fail.Exception):
+                    results[name] = traceback.format_exc()
+                distributed.destroy_process_group()
         Path(folder, f"{rank}.json").write_text(json.dumps(results))
 
     forked(ranks, run)
+
+
+@contextmanager
+def on_a_gpu(rank: int, ranks: int) -> Iterator[None]:
+    """New tensors are made on this rank's GPU, and computed with without TF32."""
+    from torch_helpers import exact_float32
+
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    if torch.cuda.device_count() < ranks:
+        # NCCL refuses ranks of one host that share a GPU. Those of several hosts speak through sockets.
+        os.environ["NCCL_HOSTID"] = f"host of rank {rank}"
+    with torch.device("cuda"), exact_float32():
+        yield
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ give. Kernels are compiled as the library does it when it runs: its sources, its
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,13 +22,10 @@ from cafin_cupy import runtime
 PATH = Path(__file__).resolve().parent.parent / "kernels" / "RESOURCES.md"
 STEMS = (*runtime.KERNELS, *runtime.IN_XLA)
 OLDEST, NEWEST = 60, 120  # architectures, as numbers
-# From each of these on, cubins have other sections. The oldest and the newest of every NVRTC are among them.
-FLAVOURS = ("sm_60", "sm_75", "sm_90", "sm_120")
 
-HEAD = f"""# Registers and shared memory of the kernels
+HEAD = """# Registers and shared memory of the kernels
 
-Written by `make resources`. Every run of the tests compares {", ".join(FLAVOURS)} with what the compilers give, and
-the digest below with sources, options and table: all of it is of the kernels that lie here. A cell holds the registers
+Written by `make resources`; every run of the tests compares it with what the compilers give. A cell holds the registers
 of a thread / the bytes of static shared memory of a block. *Elements*: of the parameters; activations and output
 gradients of 16 bits are read by the same functions. *Threads*: of a block. Nothing is in local memory: no kernel spills
 a register on any architecture. The kernels for JAX, named `..._xla`, are written anew for each model: these are of one
@@ -47,7 +43,6 @@ class Key(NamedTuple):
 
 
 Cells = dict[Key, Resources]
-DIGEST = "Digest: "
 
 
 def architectures(nvrtc: Nvrtc) -> list[str]:
@@ -88,20 +83,8 @@ def in_local_memory(cells: Cells) -> list[str]:
     ]
 
 
-def digest(table: str) -> str:
-    """Of a table, and of all that its cells follow from besides the compilers, whose versions it names."""
-    options = {dtype: runtime.cubin_options("sm_", dtype) for dtype in runtime.DTYPES}
-    sources = {stem: source(stem) for stem in STEMS}
-    return hashlib.sha256(repr((options, sources, table)).encode()).hexdigest()
-
-
 def render(cells: Cells) -> str:
-    """The table as text, its digest last."""
-    table = _table(cells)
-    return f"{table}\n{DIGEST}{digest(table)}\n"
-
-
-def _table(cells: Cells) -> str:
+    """The table as text."""
     parts = [HEAD]
     for version, of_version in groupby(cells, key=lambda key: key.version):
         keys = list(of_version)

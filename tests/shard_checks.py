@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rank_checks import WHOLE, assert_near, counted, loss_of, plain, train
-from ranks import only
+from ranks import EXACT, HOME, PRECISE, only
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as state_dicts
@@ -27,7 +27,7 @@ def whole(found: dict[str, Any]) -> dict[str, Any]:
     return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in plain(found).items()}
 
 
-def assert_law(got: AdaFisher, alone: AdaFisher, tolerance: float = 1e-12) -> None:
+def assert_law(got: AdaFisher, alone: AdaFisher, tolerance: float = EXACT) -> None:
     assert_near(whole(everything(got)), everything(alone), tolerance)
 
 
@@ -40,12 +40,12 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def doubles() -> Net:
-    return net("cpu", norm=False).double()
+    return net(HOME, norm=False).to(PRECISE)
 
 
 def check_law(rank: int, ranks: int) -> None:
     """Every layer type, with rows that no number of ranks divides (3, 4, 6 and 8 of them); whole modules and layers."""
-    batches = [x.double() for x in images("cpu", *[WHOLE] * 5)]
+    batches = [x.to(PRECISE) for x in images(HOME, *[WHOLE] * 5)]
     for options, kind in (({}, AdaFisher), ({"averaging": "paper"}, AdaFisherW)):
         options = {"TCov": 2, "weight_decay": 1e-2, **options}
         alone = train(kind(doubles(), dist=False, **options), batches, 0, 1)
@@ -60,9 +60,9 @@ def check_law(rank: int, ranks: int) -> None:
 
 
 def check_compiled(rank: int, ranks: int) -> None:
-    batches = [x.double() for x in rows("cpu", 3, WHOLE)]
-    alone = train(AdaFisher(mlp("cpu").double(), TCov=2, dist=False), batches, 0, 1)
-    model = sharded(mlp("cpu").double())
+    batches = [x.to(PRECISE) for x in rows(HOME, 3, WHOLE)]
+    alone = train(AdaFisher(mlp(HOME).to(PRECISE), TCov=2, dist=False), batches, 0, 1)
+    model = sharded(mlp(HOME).to(PRECISE))
     model.compile(backend="aot_eager")
     assert_law(train(AdaFisher(model, TCov=2), batches, rank, ranks), alone)
 
@@ -72,18 +72,18 @@ def check_more_ranks_than_rows(rank: int, ranks: int) -> None:
 
     def made() -> nn.Module:
         torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(5, 1), nn.Linear(1, 3), nn.ConvTranspose1d(1, 2, 2)).double()
+        return nn.Sequential(nn.Linear(5, 1), nn.Linear(1, 3), nn.ConvTranspose1d(1, 2, 2)).to(PRECISE)
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers, self.scale = made(), nn.Parameter(torch.ones(3, dtype=torch.float64))
+            self.layers, self.scale = made(), nn.Parameter(torch.ones(3, dtype=PRECISE))
 
         def forward(self, x: Tensor) -> Tensor:
             one, two, three = self.layers
             return three((two(one(x)) * self.scale).unsqueeze(1))
 
-    batches = [x.double() for x in rows("cpu", 3, WHOLE)]
+    batches = [x.to(PRECISE) for x in rows(HOME, 3, WHOLE)]
     alone = train(AdaFisher(Model(), TCov=1, dist=False), batches, 0, 1)
     assert_law(train(AdaFisher(fully_shard(Model()), TCov=1), batches, rank, ranks), alone)
 
@@ -104,7 +104,7 @@ def check_sharded_along_another_axis(rank: int, ranks: int) -> None:
             def forward(self, x: Tensor) -> Tensor:
                 return last(flat(third(second(first(x)).transpose(1, 2))))
 
-        return Model().double()
+        return Model().to(PRECISE)
 
     torch.manual_seed(3)
     batches = list(torch.randint(9, (3, WHOLE, 4)))
@@ -120,26 +120,26 @@ def check_sharded_along_another_axis(rank: int, ranks: int) -> None:
 
 @only(4)
 def check_hybrid_mesh(rank: int, ranks: int) -> None:
-    batches = [x.double() for x in images("cpu", *[WHOLE] * 3)]
+    batches = [x.to(PRECISE) for x in images(HOME, *[WHOLE] * 3)]
     alone = train(AdaFisher(doubles(), TCov=2, dist=False), batches, 0, 1)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    mesh = init_device_mesh(HOME, (2, 2), mesh_dim_names=("replicas", "shards"))
     assert_law(train(AdaFisher(sharded(doubles(), mesh=mesh), TCov=2), batches, rank, ranks), alone)
 
 
 @only(4)
 def check_mesh_of_some_ranks(rank: int, ranks: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("models", "shards"))["shards"]
-    batches = [x.double() + rank // 2 for x in rows("cpu", 3, WHOLE)]
-    alone = train(AdaFisher(mlp("cpu").double(), TCov=1, dist=False), batches, 0, 1)
-    got = train(AdaFisher(fully_shard(mlp("cpu").double(), mesh=mesh), TCov=1), batches, rank % 2, 2)
+    mesh = init_device_mesh(HOME, (2, 2), mesh_dim_names=("models", "shards"))["shards"]
+    batches = [x.to(PRECISE) + rank // 2 for x in rows(HOME, 3, WHOLE)]
+    alone = train(AdaFisher(mlp(HOME).to(PRECISE), TCov=1, dist=False), batches, 0, 1)
+    got = train(AdaFisher(fully_shard(mlp(HOME).to(PRECISE), mesh=mesh), TCov=1), batches, rank % 2, 2)
     assert_law(got, alone)
 
 
 def check_accumulation(rank: int, ranks: int) -> None:
-    batches = [x.double() for x in rows("cpu", 3, 2 * WHOLE)]
-    alone = train(AdaFisher(mlp("cpu").double(), TCov=2, dist=False), batches, 0, 1)
+    batches = [x.to(PRECISE) for x in rows(HOME, 3, 2 * WHOLE)]
+    alone = train(AdaFisher(mlp(HOME).to(PRECISE), TCov=2, dist=False), batches, 0, 1)
     for quiet in (True, False):
-        model = sharded(mlp("cpu").double())
+        model = sharded(mlp(HOME).to(PRECISE))
         optimizer = AdaFisher(model, TCov=2)
         with counted() as sent:
             for x in batches:
@@ -159,7 +159,7 @@ class Recomputing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = mlp("cpu")
+        self.inner = mlp(HOME)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.inner:
@@ -168,9 +168,9 @@ class Recomputing(nn.Module):
 
 
 def check_activation_checkpointing(rank: int, ranks: int) -> None:
-    batches = [x.double() for x in rows("cpu", 3, WHOLE)]
-    alone = train(AdaFisher(Recomputing().double(), TCov=1, dist=False), batches, 0, 1)
-    model = Recomputing().double()
+    batches = [x.to(PRECISE) for x in rows(HOME, 3, WHOLE)]
+    alone = train(AdaFisher(Recomputing().to(PRECISE), TCov=1, dist=False), batches, 0, 1)
+    model = Recomputing().to(PRECISE)
     sharded(model.inner)
     assert_law(train(AdaFisher(fully_shard(model), TCov=1), batches, rank, ranks), alone)
 
@@ -178,24 +178,24 @@ def check_activation_checkpointing(rank: int, ranks: int) -> None:
 def check_mixed_precision(rank: int, ranks: int) -> None:
     """bfloat16 in the layers, float32 shards: as near to float32 as bfloat16 is."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    batches = rows("cpu", 3, WHOLE)
-    alone = train(AdaFisher(mlp("cpu"), TCov=1, dist=False), batches, 0, 1)
-    got = train(AdaFisher(sharded(mlp("cpu"), mp_policy=policy), TCov=1), batches, rank, ranks)
+    batches = rows(HOME, 3, WHOLE)
+    alone = train(AdaFisher(mlp(HOME), TCov=1, dist=False), batches, 0, 1)
+    got = train(AdaFisher(sharded(mlp(HOME), mp_policy=policy), TCov=1), batches, rank, ranks)
     assert_law(got, alone, 0.05)
 
 
 def check_sixteen_bits_with_masters(rank: int, ranks: int) -> None:
-    batches = [x.bfloat16() for x in rows("cpu", 3, WHOLE)]
-    alone = train(AdaFisher(mlp("cpu").bfloat16(), TCov=1, dist=False, master_weights=True), batches, 0, 1)
-    got = train(AdaFisher(fully_shard(mlp("cpu").bfloat16()), TCov=1, master_weights=True), batches, rank, ranks)
+    batches = [x.bfloat16() for x in rows(HOME, 3, WHOLE)]
+    alone = train(AdaFisher(mlp(HOME).bfloat16(), TCov=1, dist=False, master_weights=True), batches, 0, 1)
+    got = train(AdaFisher(fully_shard(mlp(HOME).bfloat16()), TCov=1, master_weights=True), batches, rank, ranks)
     assert_law(got, alone, 0.05)
 
 
 def check_a_scaler_skips_on_all_ranks(rank: int, ranks: int) -> None:
     """The inf lies in the part of one rank; the verdict is that of all."""
-    optimizer = AdaFisher(sharded(mlp("cpu")), TCov=1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    batches = rows("cpu", 4, WHOLE)
+    optimizer = AdaFisher(sharded(mlp(HOME)), TCov=1)
+    scaler = torch.amp.GradScaler(HOME, init_scale=1024.0)
+    batches = rows(HOME, 4, WHOLE)
     for step, x in enumerate(batches):
         optimizer.zero_grad()
         scaler.scale(loss_of(optimizer.model, x.tensor_split(ranks)[rank])).backward()
@@ -204,13 +204,13 @@ def check_a_scaler_skips_on_all_ranks(rank: int, ranks: int) -> None:
         scaler.step(optimizer)
         scaler.update()
     assert optimizer.steps == 2
-    alone = train(AdaFisher(mlp("cpu"), TCov=1, dist=False), [batches[1], batches[3]], 0, 1)
+    alone = train(AdaFisher(mlp(HOME), TCov=1, dist=False), [batches[1], batches[3]], 0, 1)
     assert_law(optimizer, alone, 1e-5)
 
 
 def check_clipped_gradients(rank: int, ranks: int) -> None:
-    batches, got = [x.double() for x in rows("cpu", 3, WHOLE)], AdaFisher(sharded(mlp("cpu").double()), TCov=1)
-    alone = AdaFisher(mlp("cpu").double(), TCov=1, dist=False)
+    batches, got = [x.to(PRECISE) for x in rows(HOME, 3, WHOLE)], AdaFisher(sharded(mlp(HOME).to(PRECISE)), TCov=1)
+    alone = AdaFisher(mlp(HOME).to(PRECISE), TCov=1, dist=False)
     for x in batches:
         for optimizer, mine in ((got, x.tensor_split(ranks)[rank]), (alone, x)):
             optimizer.zero_grad()
@@ -221,8 +221,8 @@ def check_clipped_gradients(rank: int, ranks: int) -> None:
 
 
 def check_parameters_that_no_layer_owns_and_frozen_ones(rank: int, ranks: int) -> None:
-    batches = [x.double() for x in rows("cpu", 3, WHOLE)]
-    made = [Tokens().double() for _ in range(2)]
+    batches = [x.to(PRECISE) for x in rows(HOME, 3, WHOLE)]
+    made = [Tokens().to(PRECISE) for _ in range(2)]
     for model in made:
         model.fc.weight.requires_grad_(False)
     alone = train(AdaFisher(made[0], TCov=1, dist=False), batches, 0, 1)
@@ -230,11 +230,11 @@ def check_parameters_that_no_layer_owns_and_frozen_ones(rank: int, ranks: int) -
 
 
 def check_comparison_of_ranks(rank: int, ranks: int) -> None:
-    optimizer = AdaFisher(fully_shard(mlp("cpu")), TCov=1, check_every=1)
-    train(optimizer, rows("cpu", 2, WHOLE), rank, ranks)
+    optimizer = AdaFisher(fully_shard(mlp(HOME)), TCov=1, check_every=1)
+    train(optimizer, rows(HOME, 2, WHOLE), rank, ranks)
     optimizer.factors()["3"][1][0] += float(rank == 1)
     with pytest.raises(CafinError, match="step: S of 3 must be the same on all"):
-        train(optimizer, rows("cpu", 1, WHOLE), rank, ranks)
+        train(optimizer, rows(HOME, 1, WHOLE), rank, ranks)
 
 
 def saved(optimizer: AdaFisher) -> dict[str, Any]:
@@ -254,9 +254,9 @@ def load(optimizer: AdaFisher, folder: str, **options: Any) -> AdaFisher:
 @only(4)
 def check_checkpoints_of_other_numbers_of_ranks(rank: int, ranks: int) -> None:
     """Saved by n ranks and loaded by m, a run ends where one without interruption does."""
-    batches = [x.double() for x in images("cpu", *[WHOLE] * 5)]
+    batches = [x.to(PRECISE) for x in images(HOME, *[WHOLE] * 5)]
     alone = train(AdaFisher(doubles(), TCov=2, dist=False), batches, 0, 1)
-    halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("models", "shards"))["shards"]
+    halves = init_device_mesh(HOME, (2, 2), mesh_dim_names=("models", "shards"))["shards"]
     pair: Any = {"process_group": halves.get_group()}
 
     def by(number: int) -> tuple[AdaFisher, tuple[int, int], dict[str, Any]]:
@@ -288,9 +288,9 @@ def check_checkpoints_of_other_numbers_of_ranks(rank: int, ranks: int) -> None:
 
 def check_names_behind_a_forward_without_backward(rank: int, ranks: int) -> None:
     """Which leaves whole parameters in the places of the sharded ones."""
-    optimizer = train(AdaFisher(fully_shard(mlp("cpu")), TCov=1), rows("cpu", 1), 0, 1)
+    optimizer = train(AdaFisher(fully_shard(mlp(HOME)), TCov=1), rows(HOME, 1), 0, 1)
     with torch.no_grad():
-        optimizer.model(rows("cpu", 1)[0])
+        optimizer.model(rows(HOME, 1)[0])
     (group,) = optimizer.state_dict()["param_groups"]
     assert group["param_names"] == [f"{k}.{role}" for k in (0, 2, 3) for role in ("weight", "bias")]
     summary = optimizer.summary()
@@ -301,9 +301,9 @@ def check_names_behind_a_forward_without_backward(rank: int, ranks: int) -> None
 
 def check_state_dicts_of_whole_tensors(rank: int, ranks: int) -> None:
     """A checkpoint of one process serves sharded parameters; the other way round it has to be gathered first."""
-    batches = [x.double() for x in rows("cpu", 5, WHOLE)]
-    alone = train(AdaFisher(mlp("cpu").double(), TCov=2, dist=False), batches[:3], 0, 1)
-    model = mlp("cpu").double()
+    batches = [x.to(PRECISE) for x in rows(HOME, 5, WHOLE)]
+    alone = train(AdaFisher(mlp(HOME).to(PRECISE), TCov=2, dist=False), batches[:3], 0, 1)
+    model = mlp(HOME).to(PRECISE)
     model.load_state_dict(alone.model.state_dict())
     optimizer = AdaFisher(sharded(model), TCov=2)
     optimizer.load_state_dict(alone.state_dict())
@@ -315,7 +315,7 @@ def check_state_dicts_of_whole_tensors(rank: int, ranks: int) -> None:
     options = state_dicts.StateDictOptions(full_state_dict=True)
     gathered = state_dicts.get_optimizer_state_dict(optimizer.model, optimizer, options=options)
     if rank == 0:
-        fresh = AdaFisher(mlp("cpu").double(), TCov=2, dist=False)
+        fresh = AdaFisher(mlp(HOME).to(PRECISE), TCov=2, dist=False)
         state_dicts.set_optimizer_state_dict(fresh.model, fresh, gathered)
         fresh.model.load_state_dict(alone.model.state_dict())
         assert_law(fresh, alone)
@@ -323,15 +323,15 @@ def check_state_dicts_of_whole_tensors(rank: int, ranks: int) -> None:
 
 def check_what_cannot_be_served_is_refused(rank: int, ranks: int) -> None:
     with pytest.raises(CafinError, match="`model` must have parameters of layers, got FullyShardedDataParallel"):
-        AdaFisher(FullyShardedDataParallel(mlp("cpu"), device_id=torch.device("cpu")))
-    mesh = init_device_mesh("cpu", (ranks,))
-    model = fully_shard(mlp("cpu"))
+        AdaFisher(FullyShardedDataParallel(mlp(HOME), device_id=torch.device(HOME)))
+    mesh = init_device_mesh(HOME, (ranks,))
+    model = fully_shard(mlp(HOME))
     with pytest.raises(CafinError, match="`stochastic_rounding` must be False with sharded parameters"):
         AdaFisher(model, stochastic_rounding=True)
     with pytest.raises(CafinError, match="`dist` must not be False in DistributedDataParallel or fully_shard"):
         AdaFisher(model, dist=False)
     optimizer = AdaFisher(model)
-    loss_of(model, rows("cpu", 1)[0]).backward()
+    loss_of(model, rows(HOME, 1)[0]).backward()
     model[0].weight.grad = model[0].weight.grad.redistribute(mesh, [torch.distributed.tensor.Replicate()])
     with pytest.raises(CafinError, match="be sharded as its parameter"):
         optimizer.step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from rank_checks import WHOLE, counted, loss_of
-from ranks import only
+from ranks import EXACT, HOME, PRECISE, only, sends_from_cpus
 from shard_checks import assert_law, sharded, train
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -33,10 +33,10 @@ class Attending(nn.Module):
 def check_attention(rank: int, ranks: int) -> None:
     def made() -> nn.Module:
         torch.manual_seed(1)
-        return Attending().double()
+        return Attending().to(PRECISE)
 
     torch.manual_seed(3)
-    batches = list(torch.randn(3, WHOLE, 5, 6, dtype=torch.float64))
+    batches = list(torch.randn(3, WHOLE, 5, 6, dtype=PRECISE))
     alone = train(AdaFisher(made(), TCov=1, dist=False), batches, 0, 1)
     for wrap in (fully_shard, sharded):
         optimizer = train(AdaFisher(wrap(made()), TCov=1), batches, rank, ranks)
@@ -45,20 +45,20 @@ def check_attention(rank: int, ranks: int) -> None:
 
 def meshes(ranks: int) -> list[DeviceMesh]:
     """Of shards, and of two replicas of shards."""
-    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")) if ranks == 4 else None
-    return [init_device_mesh("cpu", (ranks,)), *([hybrid] if hybrid is not None else [])]
+    hybrid = init_device_mesh(HOME, (2, 2), mesh_dim_names=("replicas", "shards")) if ranks == 4 else None
+    return [init_device_mesh(HOME, (ranks,)), *([hybrid] if hybrid is not None else [])]
 
 
 def check_error_if_nonfinite(rank: int, ranks: int) -> None:
     """The NaN lies in the part of one rank; all raise, and have changed nothing."""
-    batches = [x.double() for x in rows("cpu", 4, WHOLE)]
+    batches = [x.to(PRECISE) for x in rows(HOME, 4, WHOLE)]
     for mesh in meshes(ranks):
-        optimizer = AdaFisher(sharded(mlp("cpu").double(), mesh=mesh), TCov=2, error_if_nonfinite=True)
+        optimizer = AdaFisher(sharded(mlp(HOME).to(PRECISE), mesh=mesh), TCov=2, error_if_nonfinite=True)
         with counted() as sent:
             train(optimizer, batches[:2], rank, ranks)
         if mesh.ndim == 1:  # else fully_shard adds up over replicas
             assert len(sent) == 1 + 2 + 2, sent  # agreement, sums with the length of the norm's, a number each step
-        alone = train(AdaFisher(mlp("cpu").double(), TCov=2, dist=False), batches[:2], 0, 1)
+        alone = train(AdaFisher(mlp(HOME).to(PRECISE), TCov=2, dist=False), batches[:2], 0, 1)
         optimizer.zero_grad()
         loss_of(optimizer.model, batches[2].tensor_split(ranks)[rank]).backward()
         if rank == 1:
@@ -73,15 +73,15 @@ def check_error_if_nonfinite(rank: int, ranks: int) -> None:
 
 def check_curvature(rank: int, ranks: int) -> None:
     """Every rank has that of the whole parameters; one alone may read it."""
-    batches = [x.double() for x in rows("cpu", 3, WHOLE)]
+    batches = [x.to(PRECISE) for x in rows(HOME, 3, WHOLE)]
     options = {"TCov": 2, "weight_decay": 1e-2}
-    alone = train(AdaFisherW(mlp("cpu").double(), dist=False, **options), batches, 0, 1)
+    alone = train(AdaFisherW(mlp(HOME).to(PRECISE), dist=False, **options), batches, 0, 1)
     for mesh in meshes(ranks):
-        optimizer = AdaFisherW(sharded(mlp("cpu").double(), mesh=mesh), **options)
+        optimizer = AdaFisherW(sharded(mlp(HOME).to(PRECISE), mesh=mesh), **options)
         assert optimizer.curvature()["0.weight"]["update_ratio"] == 0.0
         seen = train(optimizer, batches, rank, ranks).curvature()
         if rank == 0:
-            assert seen.flat() == pytest.approx(alone.curvature().flat(), rel=1e-11)  # a ratio of long sums
+            assert seen.flat() == pytest.approx(alone.curvature().flat(), rel=10 * EXACT)  # a ratio of long sums
 
 
 @only(4)
@@ -89,8 +89,8 @@ def check_comparison_of_replicas(rank: int, ranks: int) -> None:
     """Of what two ranks hold of four."""
     mesh = meshes(4)[1]
     for where, named in ((0, "parameter 0.weight"), (1, "exp_avg of 0.weight")):
-        optimizer = AdaFisher(sharded(mlp("cpu"), mesh=mesh), TCov=1, check_every=1)
-        train(optimizer, rows("cpu", 2, WHOLE), rank, ranks)
+        optimizer = AdaFisher(sharded(mlp(HOME), mesh=mesh), TCov=1, check_every=1)
+        train(optimizer, rows(HOME, 2, WHOLE), rank, ranks)
         p = optimizer.model[0].weight
         changed = optimizer.state[p]["exp_avg"] if where else p
         changed.detach().to_local().view(-1)[-1] += float(rank == 1)
@@ -98,11 +98,12 @@ def check_comparison_of_replicas(rank: int, ranks: int) -> None:
             compare_ranks(optimizer, distributed.group.WORLD)
 
 
+@sends_from_cpus
 def check_offload_to_the_cpu(rank: int, ranks: int) -> None:
-    """Where parameters and gradients lie there anyway; accumulation too."""
-    batches = [x.double() for x in rows("cpu", 3, WHOLE)]
-    alone = train(AdaFisher(mlp("cpu").double(), TCov=2, dist=False), batches, 0, 1)
-    model = sharded(mlp("cpu").double(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    """Parameters, gradients and factors lie there; layers compute where `HOME` is. Accumulation too."""
+    batches = [x.to(PRECISE) for x in rows(HOME, 3, WHOLE)]
+    alone = train(AdaFisher(mlp(HOME).to(PRECISE), TCov=2, dist=False), batches, 0, 1)
+    model = sharded(mlp(HOME).to(PRECISE), offload_policy=CPUOffloadPolicy(pin_memory=False))
     optimizer = AdaFisher(model, TCov=2)
     for x in batches:
         optimizer.zero_grad()
@@ -114,13 +115,13 @@ def check_offload_to_the_cpu(rank: int, ranks: int) -> None:
 
 def check_mixed_precision_policies(rank: int, ranks: int) -> None:
     """Layers in float64, parameters in float32: factors are those of what the layers see."""
-    batches = rows("cpu", 3, WHOLE)
+    batches = rows(HOME, 3, WHOLE)
     for options in (
         {"param_dtype": torch.float64, "reduce_dtype": torch.float32},
         {"param_dtype": torch.float64, "output_dtype": torch.float32},
     ):
         policy = MixedPrecisionPolicy(**options)
-        alone = train(AdaFisher(mlp("cpu"), TCov=1, dist=False), batches, 0, 1)
-        got = AdaFisher(sharded(mlp("cpu"), mp_policy=policy), TCov=1)
+        alone = train(AdaFisher(mlp(HOME), TCov=1, dist=False), batches, 0, 1)
+        got = AdaFisher(sharded(mlp(HOME), mp_policy=policy), TCov=1)
         assert_law(train(got, batches, rank, ranks), alone, 1e-5)  # float32 parameters, three steps
     assert distributed.get_rank() == rank

@@ -1,4 +1,4 @@
-"""The benchmark of several ranks, at small sizes on two CPU processes."""
+"""The benchmark of several ranks, at small sizes on two processes, of CPUs or on one GPU."""
 
 from __future__ import annotations
 
@@ -30,14 +30,17 @@ ROWS = [
 ]
 
 
-@pytest.fixture(name="results", scope="module")
-def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(name="results", scope="module", params=["cpu", pytest.param("shared", marks=pytest.mark.gpu)])
+def small_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the results."""
+    shared = request.param == "shared"
+    if shared and not torch.cuda.is_available():
+        pytest.skip("NCCL needs a real GPU")
     out = tmp_path_factory.mktemp("ranks")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), *sys.path]))
-    command = [*launcher, "-m", "bench.ranks", "--device", "cpu", "--out", str(out)]
+    command = [*launcher, "-m", "bench.ranks", *(["--shared"] if shared else ["--device", "cpu"]), "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr
     return out

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -266,6 +270,40 @@ def test_a_sampled_step_as_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
         results[backend] = compiled(params, optimizer.init(params), x)
     for a, b in zip(*map(jax.tree.leaves, results.values())):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.max(jnp.abs(b), initial=0)))
+
+
+def test_a_sampled_step_is_one_command_buffer(tmp_path: Path) -> None:
+    """Gradients, sums, factors and update start by one call of the driver. XLA writes down what it launches where the
+    environment of the process asks for it."""
+    program = "import test_jax_gpu; test_jax_gpu.a_step_of_dense_layers()"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
+    paths = os.pathsep.join(filter(None, sys.path))
+    env = {**os.environ, "XLA_FLAGS": flags, "CAFIN_BACKEND": "cuda", "PYTHONPATH": paths}
+    subprocess.run([sys.executable, "-c", program], env=env, check=True, timeout=300)
+    (written,) = tmp_path.glob("*jit_step.thunk_sequence_after_thunk_passes.txt")
+    launched = [line for line in written.read_text().splitlines() if re.match(r"\s*\d+: ", line)]
+    (outermost,) = (line for line in launched if not line.startswith(" "))
+    assert "kCommandBuffer" in outermost
+    for kernel in ("column_sums_xla", "fold_xla", "average_xla", "update_xla"):
+        assert any(kernel in line for line in launched), kernel
+
+
+def a_step_of_dense_layers() -> None:
+    params = params_of({"a": ((64, 32), "float32"), "b": ((32, 16), "float32")})
+    layers = cafin.Layers(params, {name: cafin.Dense(weight=name) for name in params})
+    optimizer = cafin.fused_adafisher(0.1, layers=layers)
+
+    def loss(params: Any, taps: Any, x: Any) -> Any:
+        for name in params:
+            x = jnp.tanh(cafin.tap(layers[name], x, x @ params[name], taps[name]))
+        return (x**2).mean()
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Any, state: Any, x: Any) -> Any:
+        grads, sums = jax.grad(loss, argnums=(0, 1))(params, layers.zeros(), x)
+        return optimizer.step(params, grads, state, factors=sums)
+
+    jax.block_until_ready(step(params, optimizer.init(params), jnp.ones((24, 64))))
 
 
 def test_sums_of_a_batch_by_vmap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,14 @@ import jax.numpy as jnp
 import jax_helpers  # noqa: F401  # no GPU for JAX
 from helpers import refuses
 from nvrtc import WHEELS, Nvrtc, find
-from resources import FLAVOURS, PATH, architectures, read, source
+from resources import PATH, architectures, read, source
 from xla_helpers import examples
 
 from cafin_cupy import BackendError, CafinValueError, runtime
 from cafin_cupy.adapters import jax_kernels, jax_ptx
 from cafin_cupy.adapters.jax import Dense, Layers, fused_adafisher, tap
+
+FLAVOURS = ("sm_60", "sm_75", "sm_90", "sm_120")  # test_resources.py compiles one of each kernel for the others too
 
 if tuple(map(int, jax.__version__.split(".")[:2])) < jax_ptx.OLDEST:
     pytest.skip("XLA's target for PTX came with jax 0.8", allow_module_level=True)

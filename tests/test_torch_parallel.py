@@ -10,7 +10,7 @@ import torch
 from helpers import RAW
 from ranks import launch
 from torch import Tensor
-from torch_helpers import either_device, kernels_device, near  # noqa: F401
+from torch_helpers import DEVICES, either_device, kernels_device, near  # noqa: F401
 
 from cafin_cupy import Linear, TransposedLinear
 from cafin_cupy.adapters import torch_parallel
@@ -22,10 +22,11 @@ from cafin_cupy.factors import make_factors
 from cafin_cupy.layers import Layer
 
 
+@pytest.mark.parametrize("on", DEVICES)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_on_all_ranks(ranks: int, tmp_path: Path) -> None:
+def test_on_all_ranks(ranks: int, on: str, tmp_path: Path) -> None:
     """One launch for all checks, each of which has a name of its own in the message."""
-    found = launch(ranks, tmp_path, "parallel_checks")
+    found = launch(ranks, tmp_path, "parallel_checks", on=on)
     failed = {name: said for name, said in found.items() if said}
     assert len(found) > 2 and not failed, "\n".join(f"{name}, {said}" for name, said in failed.items())
 

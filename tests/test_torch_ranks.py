@@ -9,25 +9,26 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import environment, launch
-from torch_helpers import assert_same, mlp, rows, run
+from torch_helpers import DEVICES, assert_same, mlp, rows, run
 
 from cafin_cupy import CafinError
 from cafin_cupy.adapters.torch import AdaFisher
 from cafin_cupy.adapters.torch_ranks import fingerprint
 
 
+@pytest.mark.parametrize("on", DEVICES)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_on_all_ranks(ranks: int, tmp_path: Path) -> None:
+def test_on_all_ranks(ranks: int, on: str, tmp_path: Path) -> None:
     """One launch for all checks, each of which has a name of its own in the message."""
-    found = launch(ranks, tmp_path, "rank_checks", "rank_differences")
+    found = launch(ranks, tmp_path, "rank_checks", "rank_differences", on=on)
     failed = {name: said for name, said in found.items() if said}
     assert len(found) > 10 and not failed, "\n".join(f"{name}, {said}" for name, said in failed.items())
 
 
 @pytest.mark.gpu
-@pytest.mark.multi_gpu
-def test_on_two_gpus(tmp_path: Path) -> None:
-    found = launch(2, tmp_path, "rank_checks_gpu")
+def test_streams_and_waits(tmp_path: Path) -> None:
+    """Over NCCL, on a GPU for each rank; on one that they share where there are fewer."""
+    found = launch(2, tmp_path, "rank_checks_gpu", on="cuda")
     assert found and not any(found.values()), "".join(found.values())
 
 

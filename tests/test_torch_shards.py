@@ -10,15 +10,16 @@ from ranks import launch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch_helpers import mlp, near, rows
+from torch_helpers import DEVICES, mlp, near, rows
 
 from cafin_cupy.adapters.torch import AdaFisher
 
 
+@pytest.mark.parametrize("on", DEVICES)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_on_all_ranks(ranks: int, tmp_path: Path) -> None:
+def test_on_all_ranks(ranks: int, on: str, tmp_path: Path) -> None:
     """One launch for all checks, each of which has a name of its own in the message."""
-    found = launch(ranks, tmp_path, "shard_checks", "shard_extra_checks")
+    found = launch(ranks, tmp_path, "shard_checks", "shard_extra_checks", on=on)
     failed = {name: said for name, said in found.items() if said}
     assert len(found) > 10 and not failed, "\n".join(f"{name}, {said}" for name, said in failed.items())
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rank_checks import TOLERANCES, WHOLE, loss_of, net_of, replica, train
-from ranks import only
+from ranks import HOME, PRECISE, only
 from shard_checks import assert_law, load, saved, whole
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint as dcp
@@ -48,7 +48,7 @@ def check_law(rank: int, ranks: int) -> None:
         (torch.float64, "paper", AdaFisher),
     ):
         options: dict[str, Any] = {"TCov": 2, "averaging": averaging, "weight_decay": 1e-2}
-        batches = [x.to(dtype) for x in images("cpu", *[WHOLE] * 5)]
+        batches = [x.to(dtype) for x in images(HOME, *[WHOLE] * 5)]
         got, plain = pair(lambda dtype=dtype: net_of(dtype), kind, check_every=1, **options)
         for optimizer in (got, plain):
             train(optimizer, batches, rank, ranks)
@@ -86,21 +86,22 @@ def check_each_rank_keeps_its_share(rank: int, ranks: int) -> None:
 
 @only(2)
 def check_sixteen_bits_with_masters_and_momenta(rank: int, ranks: int) -> None:
-    batches = [x.bfloat16() for x in rows("cpu", 4, WHOLE)]
+    batches = [x.bfloat16() for x in rows(HOME, 4, WHOLE)]
     for options in ({"master_weights": True}, {"momentum_dtype": torch.bfloat16}, {}):
-        got, plain = pair(lambda: mlp("cpu").bfloat16(), TCov=2, **options)
+        got, plain = pair(lambda: mlp(HOME).bfloat16(), TCov=2, **options)
         assert_bits(train(got, batches, rank, ranks), train(plain, batches, rank, ranks))
 
 
 @only(4)
 def check_many_buckets(rank: int, ranks: int) -> None:
     """Smaller than parameters, so that these are sent in pieces, and both buffers are used again."""
-    batches = [x.double() for x in rows("cpu", 3, WHOLE)]
-    for room in (16, 40, 80):
+    batches = [x.to(PRECISE) for x in rows(HOME, 3, WHOLE)]
+    for elements in (2, 5, 10):
+        room = elements * PRECISE.itemsize
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch_zero, "BUCKET", room * ranks)
             patch.setattr(torch_zero, "LEAST", room)
-            got, plain = pair(lambda: mlp("cpu").double(), TCov=2)
+            got, plain = pair(lambda: mlp(HOME).to(PRECISE), TCov=2)
             assert_bits(train(got, batches, rank, ranks), train(plain, batches, rank, ranks))
             exchange = got._plan.shares.exchange
             assert len(exchange._buckets) > 2 and all(b.sent.nbytes <= room for b in exchange._buckets)
@@ -125,7 +126,8 @@ class Odd(nn.Module):
 
 @only(4)
 def check_parameters_of_other_layouts(rank: int, ranks: int) -> None:
-    batches = [x.double() for x in images("cpu", *[WHOLE] * 3)]
+    # Not PRECISE: the kernels refuse the transposed one, the reference serves it.
+    batches = [x.double() for x in images(HOME, *[WHOLE] * 3)]
     made = [replica(Odd().double(), find_unused_parameters=True) for _ in range(2)]
     got = train(AdaFisher(made[0], TCov=1, shard_state=True), batches, rank, ranks)
     assert_bits(got, train(AdaFisher(made[1], TCov=1), batches, rank, ranks))
@@ -137,10 +139,10 @@ def check_parameters_of_other_layouts(rank: int, ranks: int) -> None:
 @only(4)
 def check_groups_and_layers_that_join(rank: int, ranks: int) -> None:
     """Several groups, one frozen parameter that thaws, and a layer that is added behind the first steps."""
-    batches = [x.double() for x in rows("cpu", 6, WHOLE)]
+    batches = [x.to(PRECISE) for x in rows(HOME, 6, WHOLE)]
     runs = []
     for share in (True, False):
-        model = mlp("cpu").double()
+        model = mlp(HOME).to(PRECISE)
         model[3].weight.requires_grad_(False)
         groups = [{"params": ["*bias"], "weight_decay": 0.1, "lr": 0.01}]
         optimizer = AdaFisher(model, TCov=2, param_groups=groups, shard_state=share)
@@ -149,7 +151,7 @@ def check_groups_and_layers_that_join(rank: int, ranks: int) -> None:
                 model[3].weight.requires_grad_(True)
             if number == 4:
                 torch.manual_seed(2)
-                model.append(nn.Linear(model[3].out_features, 3).double())
+                model.append(nn.Linear(model[3].out_features, 3).to(PRECISE))
                 optimizer.add_param_group({"params": model[4].parameters(), "lr": 0.02})
             averaged(optimizer, x, rank, ranks)
         runs.append(optimizer)
@@ -169,8 +171,8 @@ def averaged(optimizer: AdaFisher, x: Tensor, rank: int, ranks: int) -> None:
 
 @only(2)
 def check_accumulation_without_synchronisation(rank: int, ranks: int) -> None:
-    batches = [x.double() for x in rows("cpu", 3, 2 * WHOLE)]
-    runs = pair(lambda: mlp("cpu").double(), TCov=2)
+    batches = [x.to(PRECISE) for x in rows(HOME, 3, 2 * WHOLE)]
+    runs = pair(lambda: mlp(HOME).to(PRECISE), TCov=2)
     for optimizer in runs:
         for x in batches:
             optimizer.zero_grad()
@@ -186,10 +188,10 @@ def check_accumulation_without_synchronisation(rank: int, ranks: int) -> None:
 @only(2)
 def check_a_scaler_skips_on_all_ranks(rank: int, ranks: int) -> None:
     """The averages hold the inf of one rank, so that all decide alike, and none waits for an update of another."""
-    runs = pair(lambda: mlp("cpu"), TCov=2)
+    runs = pair(lambda: mlp(HOME), TCov=2)
     for optimizer in runs:
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        for step, x in enumerate(rows("cpu", 6, WHOLE)):
+        scaler = torch.amp.GradScaler(HOME, init_scale=1024.0)
+        for step, x in enumerate(rows(HOME, 6, WHOLE)):
             optimizer.zero_grad()
             bad = step in (0, 2, 3) and rank == ranks - 1
             mine = loss_of(optimizer.model, x.tensor_split(ranks)[rank])
@@ -204,10 +206,10 @@ def check_a_scaler_skips_on_all_ranks(rank: int, ranks: int) -> None:
 def check_a_group_of_some_ranks(rank: int, ranks: int) -> None:
     groups = [distributed.new_group([0, 2]), distributed.new_group([1, 3])]
     group = groups[rank % 2]
-    batches = [x.double() + rank % 2 for x in rows("cpu", 3, WHOLE)]
+    batches = [x.to(PRECISE) + rank % 2 for x in rows(HOME, 3, WHOLE)]
     runs = []
     for share in (True, False):
-        model = replica(mlp("cpu").double(), process_group=group)
+        model = replica(mlp(HOME).to(PRECISE), process_group=group)
         runs.append(train(AdaFisher(model, TCov=1, shard_state=share), batches, rank // 2, 2))
     assert_bits(*runs)
     momentum = runs[0].state[runs[0].model.module[0].weight]["exp_avg"]
@@ -216,10 +218,10 @@ def check_a_group_of_some_ranks(rank: int, ranks: int) -> None:
 
 @only(2)
 def check_parameters_without_layers_and_frozen_ones(rank: int, ranks: int) -> None:
-    batches = [x.double() for x in rows("cpu", 3, WHOLE)]
+    batches = [x.to(PRECISE) for x in rows(HOME, 3, WHOLE)]
 
     def made() -> nn.Module:
-        model = Tokens().double()
+        model = Tokens().to(PRECISE)
         model.fc.weight.requires_grad_(False)
         return model
 
@@ -229,10 +231,10 @@ def check_parameters_without_layers_and_frozen_ones(rank: int, ranks: int) -> No
 
 def check_state_dicts_of_whole_tensors(rank: int, ranks: int) -> None:
     """Of one process, or of ranks that do not divide; and the other way round, gathered on the first rank."""
-    batches = [x.double() for x in rows("cpu", 5, WHOLE)]
-    plain = train(AdaFisher(replica(mlp("cpu").double()), TCov=2), batches[:3], rank, ranks)
+    batches = [x.to(PRECISE) for x in rows(HOME, 5, WHOLE)]
+    plain = train(AdaFisher(replica(mlp(HOME).to(PRECISE)), TCov=2), batches[:3], rank, ranks)
     source, given = plain, copy.deepcopy(plain.state_dict())
-    got, plain = pair(lambda: mlp("cpu").double(), TCov=2)  # both new, as old wrappers add in another order
+    got, plain = pair(lambda: mlp(HOME).to(PRECISE), TCov=2)  # both new, as old wrappers add in another order
     for optimizer in (got, plain):
         optimizer.model.load_state_dict(source.model.state_dict())
         optimizer.load_state_dict(given)
@@ -245,15 +247,15 @@ def check_state_dicts_of_whole_tensors(rank: int, ranks: int) -> None:
     assert_bits(got, plain)
     options = state_dicts.StateDictOptions(full_state_dict=True)
     state = state_dicts.get_optimizer_state_dict(got.model, got, options=options)
-    back = AdaFisher(replica(mlp("cpu").double()), TCov=2)
+    back = AdaFisher(replica(mlp(HOME).to(PRECISE)), TCov=2)
     state_dicts.set_optimizer_state_dict(back.model, back, state, options=options)
     back.model.load_state_dict(got.model.state_dict())
     assert_bits(back, plain)
-    again = AdaFisher(replica(mlp("cpu").double()), TCov=2, shard_state=True)
+    again = AdaFisher(replica(mlp(HOME).to(PRECISE)), TCov=2, shard_state=True)
     state_dicts.set_optimizer_state_dict(again.model, again, state, options=options)
     again.model.load_state_dict(got.model.state_dict())
     assert_bits(again, plain)
-    other = torch.optim.AdamW(mlp("cpu").double().parameters())
+    other = torch.optim.AdamW(mlp(HOME).to(PRECISE).parameters())
     for p in other.param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
     other.step()
@@ -266,8 +268,8 @@ def check_state_dicts_of_whole_tensors(rank: int, ranks: int) -> None:
 @only(2)
 def check_state_that_was_whole_when_it_was_loaded(rank: int, ranks: int) -> None:
     """As where the process group is made behind the optimizer, or a script replaces a momentum."""
-    batches = [x.double() for x in rows("cpu", 4, WHOLE)]
-    got, plain = pair(lambda: mlp("cpu").double(), TCov=2)
+    batches = [x.to(PRECISE) for x in rows(HOME, 4, WHOLE)]
+    got, plain = pair(lambda: mlp(HOME).to(PRECISE), TCov=2)
     for optimizer in (got, plain):
         train(optimizer, batches[:2], rank, ranks)
     for p, state in got.state.items():
@@ -282,13 +284,13 @@ def check_state_that_was_whole_when_it_was_loaded(rank: int, ranks: int) -> None
 @only(4)
 def check_checkpoints_of_other_numbers_of_ranks(rank: int, ranks: int) -> None:
     """Saved by n ranks and loaded by m, with and without division, a run ends where one without interruption does."""
-    batches = [x.double() for x in images("cpu", *[WHOLE] * 5)]
-    alone = train(AdaFisher(net_of(torch.float64), TCov=2, dist=False), batches, 0, 1)
+    batches = [x.to(PRECISE) for x in images(HOME, *[WHOLE] * 5)]
+    alone = train(AdaFisher(net_of(PRECISE), TCov=2, dist=False), batches, 0, 1)
     halves = [distributed.new_group([first, first + 1]) for first in (0, 2)][rank // 2]
     pair_of: dict[str, Any] = {"process_group": halves}
 
     def by(number: int, share: bool) -> tuple[AdaFisher, tuple[int, int], dict[str, Any]]:
-        model: Any = net_of(torch.float64)
+        model: Any = net_of(PRECISE)
         if number == 1:
             return AdaFisher(model, TCov=2, dist=False), (0, 1), {"no_dist": True}
         some = {"process_group": halves} if number == 2 else {}
@@ -320,8 +322,8 @@ def check_checkpoints_of_other_numbers_of_ranks(rank: int, ranks: int) -> None:
 
 @only(2)
 def check_copies(rank: int, ranks: int) -> None:
-    batches = [x.double() for x in rows("cpu", 4, WHOLE)]
-    got, plain = (AdaFisher(mlp("cpu").double(), TCov=2, shard_state=share) for share in (True, False))
+    batches = [x.to(PRECISE) for x in rows(HOME, 4, WHOLE)]
+    got, plain = (AdaFisher(mlp(HOME).to(PRECISE), TCov=2, shard_state=share) for share in (True, False))
     for x in batches[:2]:
         averaged(got, x, rank, ranks)
     twin = copy.deepcopy(got)
@@ -336,17 +338,17 @@ def check_copies(rank: int, ranks: int) -> None:
 @only(2)
 def check_comparison_of_ranks(rank: int, ranks: int) -> None:
     """Parts of momentum differ, as they should; what should not is told."""
-    optimizer = AdaFisher(replica(mlp("cpu")), TCov=1, check_every=1, shard_state=True)
-    train(optimizer, rows("cpu", 2, WHOLE), rank, ranks)
+    optimizer = AdaFisher(replica(mlp(HOME)), TCov=1, check_every=1, shard_state=True)
+    train(optimizer, rows(HOME, 2, WHOLE), rank, ranks)
     optimizer.factors()["module.3"][1][0] += float(rank == 1)
     with pytest.raises(CafinError, match="must be the same on all"):
-        train(optimizer, rows("cpu", 1, WHOLE), rank, ranks)
+        train(optimizer, rows(HOME, 1, WHOLE), rank, ranks)
 
 
 @only(2)
 def check_nonfinite_is_refused_on_all_ranks(rank: int, ranks: int) -> None:
-    optimizer = AdaFisher(replica(mlp("cpu")), TCov=4, error_if_nonfinite=True, shard_state=True)
-    (x,) = rows("cpu", 1, WHOLE)
+    optimizer = AdaFisher(replica(mlp(HOME)), TCov=4, error_if_nonfinite=True, shard_state=True)
+    (x,) = rows(HOME, 1, WHOLE)
     train(optimizer, [x], rank, ranks)
     before = whole(everything(optimizer))
     with pytest.raises(CafinError, match="gradient of module"):
@@ -366,14 +368,14 @@ def check_what_cannot_be_served_is_refused(rank: int, ranks: int) -> None:
         ({"shard_state": "yes"}, "`shard_state` must be"),
     ):
         with pytest.raises(CafinError, match=match):
-            AdaFisher(mlp("cpu"), **{"shard_state": True, **options})
+            AdaFisher(mlp(HOME), **{"shard_state": True, **options})
     with pytest.raises(CafinError, match="`shard_state` must be False in a model that is sharded itself"):
-        AdaFisher(fully_shard(mlp("cpu")), shard_state=True)
+        AdaFisher(fully_shard(mlp(HOME)), shard_state=True)
     with pytest.raises(CafinError, match="curvature: momenta must be whole on each rank"):
-        AdaFisher(replica(mlp("cpu")), shard_state=True).curvature()
-    optimizer = AdaFisher(mlp("cpu"), shard_state=rank == 0)  # not on all
+        AdaFisher(replica(mlp(HOME)), shard_state=True).curvature()
+    optimizer = AdaFisher(mlp(HOME), shard_state=rank == 0)  # not on all
     before = everything(optimizer)
-    loss_of(optimizer.model, rows("cpu", 1)[0]).backward()
+    loss_of(optimizer.model, rows(HOME, 1)[0]).backward()
     with pytest.raises(CafinError, match="must have the same precision, seed and other options"):
         optimizer.step()
     assert all(torch.equal(x, before[name]) for name, x in everything(optimizer).items() if isinstance(x, Tensor))
@@ -382,8 +384,8 @@ def check_what_cannot_be_served_is_refused(rank: int, ranks: int) -> None:
 @only(2)
 def check_a_step_that_is_refused_changes_nothing(rank: int, ranks: int) -> None:
     """And the next one goes on, as nobody has sent anything."""
-    got, plain = pair(lambda: mlp("cpu").double(), TCov=2)
-    first, second = (x.double() for x in rows("cpu", 2, WHOLE))
+    got, plain = pair(lambda: mlp(HOME).to(PRECISE), TCov=2)
+    first, second = (x.to(PRECISE) for x in rows(HOME, 2, WHOLE))
     train(got, [first], rank, ranks)
     before = whole(everything(got))
     got.param_groups[0]["lr"] = -1.0

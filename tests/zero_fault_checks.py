@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rank_checks import WHOLE, loss_of, replica, train
-from ranks import PATIENCE, only
+from ranks import BACKEND, HOME, PATIENCE, PRECISE, only
 from shard_checks import whole
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
@@ -51,8 +51,8 @@ def check_files_of_another_rank_are_refused(rank: int, ranks: int) -> None:
 @only(2)
 def check_a_step_within_join_is_refused(rank: int, ranks: int) -> None:
     """Though it is not a sampled one: ranks that have run out of data do not answer the all-gather."""
-    optimizer = AdaFisher(replica(mlp("cpu")), TCov=100, shard_state=True)
-    (x,) = rows("cpu", 1, WHOLE)
+    optimizer = AdaFisher(replica(mlp(HOME)), TCov=100, shard_state=True)
+    (x,) = rows(HOME, 1, WHOLE)
     train(optimizer, [x], rank, ranks)
     before = whole(everything(optimizer))
     model: Any = optimizer.model
@@ -78,17 +78,17 @@ class Restarted:
         distributed.destroy_process_group()
 
     def __exit__(self, *_: Any) -> None:
-        distributed.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE), **self.options)
+        distributed.init_process_group(BACKEND, timeout=timedelta(seconds=PATIENCE), **self.options)
 
 
 @only(2)
 def check_sharded_layers_that_join_are_refused(rank: int, ranks: int) -> None:
     """As they are by the constructor; and the others train on."""
-    got, plain = (AdaFisher(mlp("cpu").double(), TCov=2, shard_state=share) for share in (True, False))
-    first, second = (x.double() for x in rows("cpu", 2, WHOLE))
+    got, plain = (AdaFisher(mlp(HOME).to(PRECISE), TCov=2, shard_state=share) for share in (True, False))
+    first, second = (x.to(PRECISE) for x in rows(HOME, 2, WHOLE))
     for optimizer in (got, plain):
         averaged(optimizer, first, rank, ranks)
-    got.model.append(fully_shard(nn.Linear(got.model[3].out_features, 3).double()))
+    got.model.append(fully_shard(nn.Linear(got.model[3].out_features, 3).to(PRECISE)))
     with pytest.raises(CafinError, match="`shard_state` must be False in a model that is sharded itself"):
         got.add_param_group({"params": got.model[4].parameters()})
     del got.model[4]
@@ -100,8 +100,8 @@ def check_sharded_layers_that_join_are_refused(rank: int, ranks: int) -> None:
 @only(2)
 def check_another_process_group(rank: int, ranks: int) -> None:
     """Steps follow it though none is sampled; and without one a process does not take its parts for all."""
-    batches = [x.double() for x in rows("cpu", 4, WHOLE)]
-    runs = [AdaFisher(mlp("cpu").double(), TCov=100, shard_state=share) for share in (True, False)]
+    batches = [x.to(PRECISE) for x in rows(HOME, 4, WHOLE)]
+    runs = [AdaFisher(mlp(HOME).to(PRECISE), TCov=100, shard_state=share) for share in (True, False)]
     got, plain = runs
     for optimizer in runs:
         for x in batches[:2]:
@@ -122,8 +122,8 @@ def check_another_process_group(rank: int, ranks: int) -> None:
 @only(2)
 def check_a_process_group_behind_the_first_steps(rank: int, ranks: int) -> None:
     """The state that was whole is divided at once, not when something else has moved."""
-    batches = [x.double() for x in rows("cpu", 4, WHOLE)]
-    runs = [AdaFisher(mlp("cpu").double(), TCov=100, shard_state=share) for share in (True, False)]
+    batches = [x.to(PRECISE) for x in rows(HOME, 4, WHOLE)]
+    runs = [AdaFisher(mlp(HOME).to(PRECISE), TCov=100, shard_state=share) for share in (True, False)]
     with Restarted(rank, ranks):
         for optimizer in runs:
             run(optimizer, batches[:2])
@@ -137,9 +137,9 @@ def check_a_process_group_behind_the_first_steps(rank: int, ranks: int) -> None:
 @only(2)
 def check_gradients_that_differ_are_told(rank: int, ranks: int) -> None:
     """Behind the all-gather parameters are the same on all ranks, whatever gradients they have followed."""
-    (x,) = rows("cpu", 1, WHOLE)
+    (x,) = rows(HOME, 1, WHOLE)
     for spoil in ("different", "missing"):
-        optimizer = AdaFisher(mlp("cpu"), TCov=100, check_every=1, shard_state=True)
+        optimizer = AdaFisher(mlp(HOME), TCov=100, check_every=1, shard_state=True)
         averaged(optimizer, x, rank, ranks)
         optimizer.zero_grad()
         loss_of(optimizer.model, x + float(rank and spoil == "different")).backward()
