@@ -94,7 +94,8 @@ def train(settings: Settings) -> list[Epoch]:
     size = min(len(x), settings.batch_size)
     key, of_weights = jax.random.split(jax.random.key(settings.seed))
     model = Network()
-    variables = model.init(of_weights, x[:2], train=True)
+    # In one program: as they come, each of its operations would be compiled alone.
+    variables = jax.jit(partial(model.init, train=True))(of_weights, x[:2])
     params, statistics = variables["params"], variables["batch_stats"]
     layers = jax_linen.find(model, variables, x[:2], train=True, mutable=["batch_stats"])
     optimizer = fused_adafisher(

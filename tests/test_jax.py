@@ -179,9 +179,13 @@ def test_a_schedule_is_read_at_completed_steps(form: str) -> None:
     jax.effects_barrier()
     assert seen == [0, 1, 2]
     by_hand, by_hand_state = tree(0), run(form, 0)[1]
+
+    @jax.jit
+    def step_by(lr: Any, *args: Any) -> Any:
+        return both_forms(layers=LAYERS, lr=lr, Lambda=0.5, TCov=2)[form][1](*args[:3], factors=args[3])
+
     for t in range(3):
-        _, step = both_forms(layers=LAYERS, lr=0.1 * 0.5**t, Lambda=0.5, TCov=2)[form]
-        by_hand, by_hand_state = jax.jit(step)(by_hand, tree(t + 1), by_hand_state, factors=sums(t))
+        by_hand, by_hand_state = step_by(0.1 * 0.5**t, by_hand, tree(t + 1), by_hand_state, sums(t))
     same_trees((params, state), (by_hand, by_hand_state), 1e-6)
 
 
@@ -237,7 +241,7 @@ def test_a_layer_that_was_not_called_keeps_its_factors() -> None:
     optimizer = fused_adafisher(layers=LAYERS, TCov=1)
     state = optimizer.init(tree(0))
     seen = sums(0) | {"dense": LAYERS.zeros()["dense"]}
-    _, after = optimizer.step(tree(0), tree(1), state, factors=seen)
+    _, after = jax.jit(optimizer.step)(tree(0), tree(1), state, factors=seen)
     same_trees(LAYERS.factors(after)["dense"], LAYERS.factors(state)["dense"])
     assert (LAYERS.factors(after)["head"][0] != 1).all() and not after.factors.skipped.any()
 
@@ -308,7 +312,7 @@ def test_the_example_of_the_module_runs() -> None:
     code = textwrap.dedent("    layers = " + text)
     ast.parse(code)
     model, x, y = nn.Dense(3), jnp.ones((8, 5)), jnp.zeros(8, int)
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
     names: dict[str, Any] = {**vars(adapter), "jax_linen": jax_linen, "cross_entropy": cross_entropy}
     names |= {"model": model, "variables": variables, "x": x, "params": jax.tree.map(jnp.copy, variables["params"])}
     exec(code, names)

@@ -94,7 +94,7 @@ class Linen(nn.Module):
 def test_linen() -> None:
     """Convolution, statistics that change, a subclass, a module called twice, DenseGeneral of both directions."""
     model = Linen()
-    variables = model.init(jax.random.key(0), X)
+    variables = jax.jit(model.init)(jax.random.key(0), X)  # as it comes, each operation would be compiled alone
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layers = jax_linen.find(model, variables, X, mutable=["batch_stats"])
@@ -149,7 +149,7 @@ def test_linen_modules_that_are_lifted_or_unknown_stay_without_factors() -> None
             return jnp.tanh(nn.Dense(4, name="inner")(x)), None
 
     model, tokens = Model(), jnp.arange(8).reshape(2, 4) % 7
-    variables = model.init(jax.random.key(0), tokens)
+    variables = jax.jit(model.init)(jax.random.key(0), tokens)
     with pytest.warns(UserWarning, match=re.escape("F = 1")) as caught:
         layers = jax_linen.find(model, variables, tokens)
     assert len(caught) == 1

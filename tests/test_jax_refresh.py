@@ -289,11 +289,14 @@ def test_under_vmap_the_formulas_serve() -> None:
     def one(old: Factors, sums: Any) -> Factors:
         return jax_refresh.refreshed(layers, old, sums, averaging, jnp.asarray(True), 1.0, "cuda")
 
+    @jax.jit
+    def by_formulas(old: Factors, sums: Any) -> Factors:
+        return jax_update.refreshed(layers, old, sums, averaging, jnp.asarray(True), 1.0)
+
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *zip(olds, sums))
-    many = jax.vmap(one)(*stacked)
+    many = jax.jit(jax.vmap(one))(*stacked)
     for k, (old, each) in enumerate(zip(olds, sums)):
-        want = jax_update.refreshed(layers, old, each, averaging, jnp.asarray(True), 1.0)
-        check(jax.tree.map(lambda x, k=k: np.asarray(x[k]), many), want)
+        check(jax.tree.map(lambda x, k=k: np.asarray(x[k]), many), by_formulas(old, each))
     if tuple(map(int, jax.__version__.split(".")[:2])) >= jax_ptx.OLDEST:
         text = jax.jit(jax.vmap(one)).trace(*stacked).lower(lowering_platforms=("cuda",)).as_text()
         assert "average_xla" not in text

@@ -4,20 +4,45 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("sklearn")
 pytest.importorskip("jax")
 pytest.importorskip("flax")
+import jax
 import jax.numpy as jnp
 import jax_helpers  # noqa: F401  # no GPU for JAX
 import numpy as np
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from cafin_cupy import environment
 from cafin_cupy.__main__ import main
 from cafin_cupy.train_jax import Settings, shifted, train
+
+
+def configure(settings: dict[str, Any]) -> None:
+    """Of JAX's cache, which reads them once."""
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    reset_cache()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Programs that several runs share; compiling takes longer than training."""
+    wanted = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in wanted}
+    configure(wanted)
+    yield
+    configure(before)
 
 
 def test_eight_epochs_reach_97_percent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,8 +65,6 @@ def test_adafisherw_learns_by_the_rule_of_the_paper_and_a_seed_decides_everythin
 
 def test_shifts_move_by_at_most_one_pixel() -> None:
     x = jnp.tile(jnp.arange(64.0).reshape(1, 8, 8, 1), (200, 1, 1, 1))
-    import jax
-
     moved = shifted(jax.random.key(0), x)
     assert moved.shape == x.shape
     assert np.unique(moved[:, 4, 4, 0] - x[:, 4, 4, 0]).tolist() == [-9, -8, -7, -1, 0, 1, 7, 8, 9]
