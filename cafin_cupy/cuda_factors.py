@@ -30,7 +30,7 @@ from .unchanged import Unchanged, version
 from .verdict import Verdict
 
 BATCH_BYTES = 64 << 20  # of arrays that wait for one launch: enough to make little of its start and end
-AVERAGE_BLOCK = 1024  # as in average.cu
+AVERAGE_BLOCK = 1024  # as in average.cuh
 
 
 class CudaFactors(Factors):

@@ -11,7 +11,7 @@ from . import table
 from .layers import Patches
 from .matrix import Matrix
 
-FOLD_BLOCK, FOLD_LANES = 256, 8  # as in fold.cu
+FOLD_BLOCK, FOLD_LANES = 256, 8  # as in fold.cuh
 WARPS = FOLD_BLOCK // 32
 FEW = 32, 4  # pixels that a lane adds, and times that a warp adds its lanes up, where more warps would gain nothing
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .arrays import View, contiguous_strides, same_strides
 from .layers import Columns
 
-COLUMN_SUMS_BLOCK = 256  # threads, as in column_sums.cu
+COLUMN_SUMS_BLOCK = 256  # threads, as in column_sums.cuh
 ENOUGH_BLOCKS = 264  # split long batches until a launch has so many; a constant, so results agree across GPUs
 LEAST_ROWS = 128  # per block, so that partial sums stay few
 

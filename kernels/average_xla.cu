@@ -8,7 +8,8 @@
 // Factors are written in place: XLA gives output and input the same memory, and copies the input there first where its
 // caller keeps it. Moving averages that are normalised afterwards are of float here, as JAX's state has them.
 
-#include "average.cu"
+#include "common.cuh"
+#include "average.cuh"
 
 struct Item {
     A H_mean, S_mean;  // multiply the sums

@@ -3,7 +3,8 @@
 //
 //     FIRST, SECOND  fields of the two operands, whose arrays are called x0, x1 and partial0, partial1
 
-#include "column_sums.cu"
+#include "common.cuh"
+#include "column_sums.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     column_sums_xla(const void* x0, const void* x1, A* partial0, A* partial1) {

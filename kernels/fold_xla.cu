@@ -4,7 +4,8 @@
 //     FIRST, SECOND  fields of the two jobs, whose arrays are called partial0, partial1 and sums0, sums1
 //     BOUNDARY       blocks of the first
 
-#include "fold.cu"
+#include "common.cuh"
+#include "fold.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     fold_xla(const A* partial0, const A* partial1, A* sums0, A* sums1) {

@@ -324,10 +324,14 @@ def check_clipped_gradients(rank: int, ranks: int) -> None:
     model = parallelize_module(block(), init_device_mesh(HOME, (ranks,)), sequence_plan())
     got, alone = AdaFisher(model, TCov=1, error_if_nonfinite=True), AdaFisher(block(), dist=False, TCov=1)
     for x in data(2):
-        for optimizer in (got, alone):
+        for optimizer in (alone, got):
             optimizer.zero_grad()
             loss_of(optimizer.model, x).backward()
-            nn.utils.clip_grad_norm_(optimizer.model.parameters(), 0.01)
+        # The same norm for both: that of PyTorch 2.11 is 0.3 % off over a team.
+        norm = float(nn.utils.get_total_norm(p.grad for p in alone.model.parameters()))
+        for optimizer in (alone, got):
+            for p in optimizer.model.parameters():
+                p.grad *= 0.01 / norm
             optimizer.step()
     assert_law(got, alone)
     assert got.curvature().flat() == pytest.approx(alone.curvature().flat(), rel=10 * EXACT)  # a ratio of long sums

@@ -197,23 +197,38 @@ SANITIZED = {
         "if (t < 8) *reinterpret_cast<Pack*>(x + 4 * t) = Pack{};",
         "misaligned address",
     ),
-    "read past the arguments": ("x[t] = (&args)[1].n;", "x[t] = args.n;", "insufficient space for an object"),
+    "read past the arguments": ("x[t] = (&args)[1].n;", "x[t] = args.n;", "READ of size 8"),
 }
+
+
+def sanitized(body: str, folder: Path, order: str) -> subprocess.CompletedProcess[str]:
+    """A process that prints what `launch` makes of the body, under sanitizers."""
+    environment = compiler.sanitized_environment()
+    if environment is None:
+        pytest.skip("this compiler brings no shared library of its sanitizers")
+    # The folder is for what the process leaves behind.
+    env = {**os.environ, **environment, "TMPDIR": str(folder), "EMULATION_ORDER": order}
+    return subprocess.run([sys.executable, __file__, body], env=env, capture_output=True, text=True, check=False)
 
 
 @needs_compiler
 @pytest.mark.parametrize("fault", SANITIZED)
 def test_sanitizers_end_the_process(fault: str, tmp_path: Path) -> None:
-    environment = compiler.sanitized_environment()
-    if environment is None:
-        pytest.skip("this compiler brings no shared library of its sanitizers")
     wrong, right, words = SANITIZED[fault]
-    env = {**os.environ, **environment, "TMPDIR": str(tmp_path)}  # for what the process leaves behind
     for body, sound in ((right, True), (wrong, False)):
-        command = [sys.executable, __file__, body]
-        ran = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        ran = sanitized(body, tmp_path, order="1")
         assert (ran.returncode == 0) is sound, ran.stderr
         assert sound or words in ran.stderr, ran.stderr
+
+
+@needs_compiler
+@pytest.mark.parametrize("barrier", ["__syncthreads();", ""], ids=["barrier", "no barrier"])
+def test_a_missing_barrier_shows_under_sanitizers(barrier: str, tmp_path: Path) -> None:
+    body = f"__shared__ float s[64]; s[t] = t; {barrier} x[t] = t ? s[t - 1] : 0;"
+    in_order, random = (sanitized(body, tmp_path, order) for order in "01")
+    assert in_order.returncode == random.returncode == 0, in_order.stderr + random.stderr
+    assert len(in_order.stdout.split()) == 64
+    assert (in_order.stdout == random.stdout) is bool(barrier)
 
 
 # ---- The run of the tests ----
@@ -303,4 +318,4 @@ def test_schedule(count: int) -> None:
 
 
 if __name__ == "__main__":
-    launch(sys.argv[1])
+    print(*launch(sys.argv[1]))

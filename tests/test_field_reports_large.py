@@ -270,7 +270,7 @@ LARGE: dict[str, tuple[Callable[..., Layer], tuple[int, ...], tuple[int, ...], f
         1e-5,
     ),
     "layer norm": (lambda zeros: LayerNorm(zeros(1031)), (2**13 + 1, 257, 1031), (2**13 + 1, 257, 1031), 1e-5),
-    # fold.cu adds up to 700,000 partial sums one by one, each time with half a unit of the last place
+    # fold.cuh adds up to 700,000 partial sums one by one, each time with half a unit of the last place
     "batch norm": (lambda zeros: BatchNorm2d(zeros(5)), (3, 5, 11_987, 11_999), (3, 5, 11_987, 11_999), 1e-4),
     "batch norm, one image": (
         *(lambda zeros: BatchNorm2d(zeros(3)), (1, 3, 26_755, 26_771), (1, 3, 26_755, 26_771)),

@@ -17,12 +17,14 @@ import jax.numpy as jnp
 import jax_helpers  # noqa: F401  # no GPU for JAX
 from helpers import refuses
 from nvrtc import WHEELS, Nvrtc, find
-from resources import architectures
+from resources import PATH, architectures, read, source
 from xla_helpers import examples
 
 from cafin_cupy import BackendError, CafinValueError, runtime
 from cafin_cupy.adapters import jax_kernels, jax_ptx
 from cafin_cupy.adapters.jax import Dense, Layers, fused_adafisher, tap
+
+FLAVOURS = ("sm_60", "sm_75", "sm_90", "sm_120")  # test_resources.py compiles one of each kernel for the others too
 
 if tuple(map(int, jax.__version__.split(".")[:2])) < jax_ptx.OLDEST:
     pytest.skip("XLA's target for PTX came with jax 0.8", allow_module_level=True)
@@ -193,7 +195,6 @@ def test_sums_of_a_sampled_step_are_kernels_too(monkeypatch: pytest.MonkeyPatch)
     assert not CALL.search(unsampled)
 
 
-FLAVOURS = ("sm_60", "sm_75", "sm_90", "sm_120")  # test_resources.py compiles one of each kernel for the others too
 CASES = [
     pytest.param(nvrtc, arch, id=f"{major}-{arch}")
     for major, nvrtc in ((major, find(major)) for major in WHEELS)
@@ -205,8 +206,19 @@ CASES = [
 
 @pytest.mark.parametrize(("nvrtc", "arch"), CASES)
 def test_sources_compile_without_local_memory(nvrtc: Nvrtc, arch: str) -> None:
+    """Those that test_resources.py does not compile."""
     for kernel in examples():
+        if kernel.source == source(kernel.name):
+            continue
         code, _ = nvrtc.compile(kernel.source, f"{kernel.name}.cu", runtime.cubin_options(arch))
         taken = cubin.resources(code)[kernel.name]
         assert taken.local == 0, kernel.name
         assert taken.threads == kernel.threads, kernel.name
+
+
+def test_kernels_are_compiled_for_the_threads_that_they_are_launched_with() -> None:
+    """Those in the table of test_resources.py; the others' above."""
+    listed = read(PATH.read_text(encoding="utf-8"))
+    for kernel in examples():
+        threads = {taken.threads for key, taken in listed.items() if key.kernel == kernel.name}
+        assert threads == {kernel.threads}, kernel.name

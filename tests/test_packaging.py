@@ -57,7 +57,7 @@ def test_kernels_are_package_data() -> None:
     files = {file.name for file in resources.files("cafin_cupy.kernels").iterdir()}
     sources = {f"{stem}.cu" for stem in (*runtime.KERNELS, *runtime.IN_XLA)}
     assert {file for file in files if file.endswith(".cu")} == sources  # else tests would miss a kernel
-    sources |= {"common.cuh", "rounding.cuh", "update.cuh"}
+    sources |= {f"{name}.cuh" for name in ("average", "column_sums", "common", "fold", "rounding", "update")}
     assert sources <= files
     assert CHECKOUT or files == sources  # what is written for readers is not installed
 

@@ -23,6 +23,8 @@ from cafin_cupy.adapters import torch_attention, torch_compiled  # noqa: E402
 from cafin_cupy.adapters.torch import AdaFisher  # noqa: E402
 
 WIDTH, HEADS = 8, 2
+# Whatever memory a compiler takes or gives back, "aot_eager" does so.
+BACKENDS = [pytest.param("eager", marks=pytest.mark.host), "aot_eager"]
 follows = pytest.mark.skipif(not torch_compiled.FOLLOWS, reason="this PyTorch breaks the graph at a hook on a tensor")
 Call = tuple[Tensor, Tensor, Tensor, Tensor]  # query, key, value and output gradient, (L, B, E), in float64
 
@@ -407,7 +409,7 @@ def fresh() -> Iterator[None]:
 @follows
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.filterwarnings("ignore:.*no factors .* for (bias_k, bias_v|in_proj_bias)", "error:.*were not seen")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["self", "shared", "apart", "keys"])
 @pytest.mark.parametrize("options", [*OPTIONS, "widths"])
 def test_compiled(options: str, kind: str, backend: str, device: str) -> None:
@@ -435,7 +437,7 @@ def test_compiled(options: str, kind: str, backend: str, device: str) -> None:
 
 @follows
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_transformer(backend: str, device: str) -> None:
     """Layers of one class, a frozen matrix, evaluation in between, and two optimizers of one model."""
     runs: list[list[Any]] = []

@@ -30,6 +30,7 @@ class Pair:
     """Two ranks with the same data."""
 
     sent = 0
+    _device_types = torch.device("cpu"), torch.device("cuda")
 
     def size(self) -> int:
         return 2

@@ -242,6 +242,7 @@ def test_attentions(pattern: str, gpu: str) -> None:
         agree(gpu, lambda every=TCov: Scaled(gpu, optimizer=AdaFisher(Attending(gpu), TCov=every)), rows, pattern)
 
 
+@pytest.mark.host
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch_compiled.FOLLOWS, reason="this PyTorch breaks the graph at a hook on a tensor")
 @pytest.mark.parametrize("make", [mlp, Attending], ids=["mlp", "attention"])

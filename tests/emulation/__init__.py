@@ -1,8 +1,8 @@
 """The kernels without a GPU: a C++ compiler takes the CUDA sources as they are, and a stand-in for CuPy launches them,
 so that the tests marked `gpu` check them on any machine.
 
-`python -m emulation` (`make emulate`) runs these tests three times: with blocks and their threads in order, in random
-order, and under sanitizers.
+`python -m emulation` (`make emulate`) runs these tests twice: with blocks and their threads in order, and in random
+order under sanitizers.
 
 - `cuda.h`: what the kernels use of CUDA C++. What a kernel newly uses is added there.
 - `blocks.h`: runs the blocks of a launch, one after another; their threads are fibers that change over where they wait.

@@ -1,4 +1,5 @@
-"""`PYTHONPATH=tests python -m emulation [options of pytest]`: the tests marked `gpu` on the emulated GPU, three times.
+"""`PYTHONPATH=tests python -m emulation [options of pytest]`: the tests marked `gpu` on the emulated GPU, in order, and
+those not marked `host` in random order under sanitizers.
 
 Paths among the options take the place of `FILES`.
 """
@@ -48,11 +49,11 @@ def gpus() -> int:
     return count.value if driver.cuInit(0) == driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
 
 
-def run(name: str, options: list[str], environment: dict[str, str]) -> bool:
-    """True if pytest has passed."""
+def run(name: str, marks: str, options: list[str], environment: dict[str, str]) -> bool:
+    """True if pytest has passed the tests of these marks."""
     print(f"emulation: {name}", flush=True)
     begin = time.monotonic()
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "emulation.plugin", "-m", "gpu", *options]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "emulation.plugin", "-m", marks, *options]
     passed = subprocess.run(command, env={**os.environ, **environment}, check=False).returncode == 0
     print(f"emulation: {name}: {'passed' if passed else 'FAILED'} in {time.monotonic() - begin:.0f} s", flush=True)
     return passed
@@ -75,13 +76,14 @@ def main(options: list[str]) -> int:
     narrowed = given or any(option.startswith(SELECTIONS) for option in options)
     files = [] if given else [str(TESTS / f"test_{name}.py") for name in FILES]
     with tempfile.TemporaryDirectory(prefix="emulation-") as folder:  # for what a process that dies leaves behind
-        common = {"TMPDIR": folder, "OMP_NUM_THREADS": "1", "EMULATION_ALL": "" if narrowed else "1"}
+        common = {"TMPDIR": folder, "EMULATION_FOLDER": folder}
+        common |= {"OMP_NUM_THREADS": "1", "EMULATION_ALL": "" if narrowed else "1"}
         options = [*options, *files]
-        passed = [run("in order", options, common)]
-        passed.append(run("random order", options, {**common, "EMULATION_ORDER": "1", "HYPOTHESIS_EXAMPLES": "5"}))
+        passed = [run("in order", "gpu", options, common)]
+        name, common = "random order", {**common, "EMULATION_ORDER": "1", "HYPOTHESIS_EXAMPLES": "5"}
         if sanitized is not None:  # which write to the standard error of a process that they end
-            options = ["--capture=no", *options]
-            passed.append(run("sanitizers", options, {**common, **sanitized, "HYPOTHESIS_EXAMPLES": "3"}))
+            name, common, options = f"{name}, sanitizers", {**common, **sanitized}, ["--capture=no", *options]
+        passed.append(run(name, "gpu and not host", options, common))
     return 0 if all(passed) else 1
 
 

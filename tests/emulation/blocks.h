@@ -21,6 +21,7 @@
 #if defined(__x86_64__) && defined(__ELF__) && !defined(PORTABLE)
 typedef void* Context;  // the stack pointer, with the callee-saved registers above it
 
+// It ends with a jump: of a return, processors foresee that it goes back to the last call.
 extern "C" void switch_stacks(void** from, void* to);
 asm(R"(
     .text
@@ -40,7 +41,8 @@ switch_stacks:
     popq %r12
     popq %rbx
     popq %rbp
-    ret
+    popq %rdx
+    jmp *%rdx
     .size switch_stacks, .-switch_stacks
 )");
 
@@ -73,12 +75,14 @@ typedef unsigned long long u64;
 
 constexpr int WARP_SIZE = 32;
 constexpr int MOST = 1024;            // threads of a block
-constexpr size_t STACK = 256 << 10;  // untouched pages cost nothing
+constexpr size_t STACK = (256 << 10) + 192;  // untouched pages cost nothing; at powers of two the tops of all stacks
+                                             // would share a few lines of the cache
 
-enum State { READY, ENDED, SHUFFLE, BARRIER };
+enum State { NEW, READY, ENDED, SHUFFLE, BARRIER };
 
 struct Fiber {
     Context context;
+    unsigned char* stack;
     State state;
     int line;         // where it waits
     unsigned source;  // the lane whose value it wants
@@ -97,6 +101,8 @@ static bool mask_refused;
 static Fiber fibers[MOST];
 static Context scheduler;
 static unsigned char* stacks;
+static unsigned char* spare[MOST];  // those that no thread uses
+static int spares;
 static int threads;
 static void (*enter)();
 static unsigned random_state;  // 0: threads and blocks in order
@@ -122,11 +128,11 @@ static u64 wait(State state, u64 value, int line, unsigned source = 0) {
 
 static bool together(const Fiber& a, const Fiber& b) { return a.state == b.state && a.line == b.line; }
 
-// Lets go the warps whose lanes all wait at one shuffle, else the block if all its threads wait at one barrier. False if
-// there are none: some thread waits in vain.
-static bool release() {
+// Lets go those warps whose lanes all wait at one shuffle; false if there are none.
+static bool release_warps(const int* numbers, int count) {
     bool released = false;
-    for (Fiber* warp = fibers; warp < fibers + threads; warp += WARP_SIZE) {
+    for (int k = 0; k < count; ++k) {
+        Fiber* warp = fibers + WARP_SIZE * numbers[k];
         bool all = warp->state == SHUFFLE;
         for (int lane = 0; lane < WARP_SIZE; ++lane) all = all && together(warp[lane], *warp);
         if (!all) continue;
@@ -134,7 +140,11 @@ static bool release() {
         for (int lane = 0; lane < WARP_SIZE; ++lane) warp[lane].state = READY;
         released = true;
     }
-    if (released) return true;
+    return released;
+}
+
+// Lets go the block if all its threads wait at one barrier, else false.
+static bool release_block() {
     u64 any = 0;
     for (int t = 0; t < threads; ++t) {
         if (fibers[t].state != BARRIER || !together(fibers[t], fibers[0])) return false;
@@ -145,7 +155,7 @@ static bool release() {
 }
 
 static const char* waits_in_vain() {
-    static const char* does[] = {"is ready", "has ended", "waits at a shuffle", "waits at a barrier"};
+    static const char* does[] = {"is new", "is ready", "has ended", "waits at a shuffle", "waits at a barrier"};
     int one = 0;
     while (fibers[one].state == ENDED) ++one;
     int other = fibers[one].state == SHUFFLE ? one / WARP_SIZE * WARP_SIZE : 0;
@@ -165,28 +175,42 @@ static void shuffle(int* order, int count) {
     for (int k = count - 1; k > 0; --k) std::swap(order[k], order[random_below(k + 1)]);
 }
 
+// Lets a thread run to its next stop, if it may. It keeps its stack until it ends.
+static void step(int thread) {
+    Fiber& fiber = fibers[thread];
+    if (fiber.state == NEW) {
+        fiber.stack = spare[--spares];
+        prepare(fiber.context, fiber.stack, STACK, body);
+    } else if (fiber.state != READY) {
+        return;
+    }
+    threadIdx.x = thread;
+    change(scheduler, fiber.context);
+    if (fiber.state == ENDED) spare[spares++] = fiber.stack;
+}
+
+// A few warps go as far as they can before the next ones start, so that few stacks are in use at a time. In order it is one
+// warp; in random order the threads of any four go side by side, others the next time.
 static const char* run_block() {
-    static int order[MOST];
+    static int warps[MOST / WARP_SIZE], order[MOST];
+    const int count = threads / WARP_SIZE, beside = random_state ? 4 : 1;
     ++block_number;
-    for (int t = 0; t < threads; ++t) {
-        order[t] = t;
-        fibers[t].state = READY;
-        fibers[t].line = 0;
-        prepare(fibers[t].context, stacks + STACK * t, STACK, body);
-    }
-    for (;;) {
-        if (random_state) shuffle(order, threads);
-        int ended = 0;
-        for (int k = 0; k < threads; ++k) {
-            threadIdx.x = order[k];
-            Fiber& fiber = fibers[order[k]];
-            if (fiber.state == READY) change(scheduler, fiber.context);
-            ended += fiber.state == ENDED;
+    for (int w = 0; w < count; ++w) warps[w] = w;
+    for (int t = 0; t < threads; ++t) fibers[t].state = NEW, fibers[t].line = 0;
+    do {
+        if (random_state) shuffle(warps, count);
+        for (int first = 0; first < count; first += beside) {
+            const int some = first + beside < count ? beside : count - first;
+            for (int k = 0; k < some * WARP_SIZE; ++k)
+                order[k] = warps[first + k / WARP_SIZE] * WARP_SIZE + k % WARP_SIZE;
+            do {
+                if (random_state) shuffle(order, some * WARP_SIZE);
+                for (int k = 0; k < some * WARP_SIZE; ++k) step(order[k]);
+                if (mask_refused) return "only shuffles of whole warps are emulated";
+            } while (release_warps(warps + first, some));
         }
-        if (mask_refused) return "only shuffles of whole warps are emulated";
-        if (ended == threads) return nullptr;
-        if (!release()) return waits_in_vain();
-    }
+    } while (release_block());
+    return spares == MOST ? nullptr : waits_in_vain();
 }
 
 static const char* run(void (*kernel)(), int grid, int block, const void* const* at, unsigned seed) {
@@ -197,6 +221,7 @@ static const char* run(void (*kernel)(), int grid, int block, const void* const*
         if (memory == MAP_FAILED) return "no memory for the stacks";
         stacks = static_cast<unsigned char*>(memory);
     }
+    for (spares = 0; spares < MOST; ++spares) spare[spares] = stacks + STACK * (MOST - 1 - spares);
     enter = kernel, threads = block, arguments = at, mask_refused = false, random_state = seed;
 #ifdef __SSE2__  // CuPy compiles with -ftz=true: denormals count as 0 (here those of double as well)
     const unsigned control = _mm_getcsr();

@@ -105,7 +105,7 @@ constexpr size_t size_of_arguments(void (*)(Arguments...)) {
 }
 template <typename... Arguments, size_t... Place>
 void call(void (*kernel)(Arguments...), std::index_sequence<Place...>) {
-    kernel(*static_cast<const Arguments*>(arguments[Place])...);
+    kernel(*static_cast<const std::remove_reference_t<Arguments>*>(arguments[Place])...);
 }
 template <typename... Arguments>
 void call(void (*kernel)(Arguments...)) {
