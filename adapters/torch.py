@@ -24,6 +24,7 @@ from cafin_cupy.verdict import Verdict
 
 from .torch_capture import RUN_FIRST, CapturedIteration, check_capture
 from .torch_checks import check_callable, check_finite, check_model, check_momenta
+from .torch_flat import refuse_flat
 from .torch_groups import Group, check_arguments, check_groups, groups_of
 from .torch_inference import leaves_inference_mode
 from .torch_internals import global_post_hooks, global_pre_hooks, profiling
@@ -115,6 +116,7 @@ class AdaFisher(Sampling):
     _check_every: int | None = None
     _shard_state = False
     _building = False  # torch's constructor is adding the groups
+    _every_group: list[dict[str, Any]]  # also while a wrapper steps one after the other
     _loading: Any = None  # the `Checkpoint` that load_state_dict is about to take over
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and the inf verdict to `step`
 
@@ -181,6 +183,7 @@ class AdaFisher(Sampling):
         self._find_layers()
         self._building = True
         super().__init__(groups, defaults)
+        self._every_group = self.param_groups
         self._building = False
         compare_from_now_on(self)
         check_options(self, where, model.parameters())
@@ -209,6 +212,7 @@ class AdaFisher(Sampling):
 
     def summary(self) -> Summary:
         """Each parameter with its layer, factors and bytes of state: a table to print, and rows of data."""
+        refuse_flat("summary", self)
         return summarise(f"{type(self).__name__} on the {self.backend} backend", parts(self), self.averaging)
 
     @torch.no_grad()
@@ -221,6 +225,7 @@ class AdaFisher(Sampling):
             CafinError: a scalar has been set to what a step would refuse.
         """
         refuse_shared("curvature", self)
+        refuse_flat("curvature", self)
         return look(parts(self), self._factors, rates(self, "curvature"), held, over_parts(self))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -297,8 +302,9 @@ class AdaFisher(Sampling):
             self._make_sure()
         refuse_scaler(self)
         grad_scale = loss_scale = 1.0
-        if self._plan is not None and not self._plan.valid(self):
-            self._plan = None
+        before = self._plan
+        if before is not None and not before.valid(self):
+            self._plan = before.of_other_groups(self)
         verdict = verdict_of_device(self)  # of a plan that holds: a new one may launch on other devices
         if verdict is None:
             self._make_sure()
@@ -317,7 +323,7 @@ class AdaFisher(Sampling):
         if plan is None:
             if capturing:
                 raise BackendError(RUN_FIRST)
-            self._plan = plan = Plan(self)
+            self._plan = plan = Plan(self, before)
         if capturing:
             self._captured.append(plan)  # a replay reads its tables
             plan.expect_capture()
@@ -420,7 +426,7 @@ class AdaFisher(Sampling):
         state = dict(state)
         ours = state.pop("_copied", None)
         super().__setstate__(state)
-        self.param_groups = [Group(group) for group in self.param_groups]
+        self.param_groups = self._every_group = [Group(group) for group in self.param_groups]
         self._plan = None
         if self._loading is not None:  # load_state_dict comes by here too, between its hooks
             self._loading.install(self)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from cafin_cupy.rule import flag
 from .torch_parallel import settled
 from .torch_ranks import group_of
 from .torch_reduced import least_of_all
-from .torch_shards import check_shards, is_sharded, local, mesh_of, named_parameters
+from .torch_shards import LAID, check_shards, is_laid_flat, is_sharded, local, mesh_of, named_parameters
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -60,26 +61,42 @@ def check_place(name: str, v: View, pair: tuple[Any, Any] | None, kernels: bool)
         if home != v.device:
             rule, got = f"stay on {place(home)} where its factors are", f"a parameter on {place(v.device)}"
             refuse("step", name, rule, got, "move the model before the first step")
-        if pair[0].numel() * pair[1].numel() != v.size:
-            rule = f"have {pair[1].numel()} x {pair[0].numel()} elements, as its layer had"
-            refuse("step", name, rule, v.shape, "make a new optimizer")
+        check_size(name, v.shape, pair)
     if kernels and v.device == "cpu":
         refuse("step", name, "stay on a GPU as at the first step", "cpu", "make a new optimizer")
     if kernels and v.dtype not in DTYPES:
         refuse("step", name, f"stay of {', '.join(DTYPES)}, as at the first step", v.dtype, "make a new optimizer")
 
 
-def check_owned(params: Sequence[Any], names: Mapping[int, str]) -> None:
+def check_size(name: str, shape: Sequence[int], pair: tuple[Any, Any]) -> None:
+    """Refuse a parameter that is not of its factors' size any more."""
+    if pair[0].numel() * pair[1].numel() != math.prod(shape):
+        rule = f"have {pair[1].numel()} x {pair[0].numel()} elements, as its layer had"
+        refuse("step", name, rule, tuple(shape), "make a new optimizer")
+
+
+def check_owned(params: Sequence[Any], known: Container[int]) -> None:
     """Refuse groups whose parameters something has replaced: their curvature would be 1, and nobody would know.
 
     Args:
         params: those that are to be updated.
-        names: of the model's, by identity.
+        known: ids of the model's.
     """
-    if params and not any(id(p) in names for p in params):
-        got = "others alone, as of a wrapper that lays parameters flat (DeepSpeed's ZeRO)"
-        mend = "use DistributedDataParallel with shard_state=True, or fully_shard"
+    if params and not any(id(p) in known for p in params):
+        got = "others alone, as of a wrapper that keeps copies of its own"
+        mend = (
+            "of DeepSpeed use ZeRO's stage 1 or 2, else fully_shard, or DistributedDataParallel with shard_state=True"
+        )
         refuse("step", "param_groups", "hold parameters of the model", got, mend)
+
+
+def check_strangers(model: nn.Module, groups: Sequence[Sequence[Any]]) -> None:
+    """Refuse a model whose parameters have all been replaced: it would never be updated, and nobody would know."""
+    mine = {id(p) for group in groups for p in group}
+    parameters = list(model.parameters())
+    if any(p.grad is not None for p in parameters) and not any(id(p) in mine for p in parameters):
+        rule, got = "keep the parameters that the optimizer was made for", "others alone"
+        refuse("step", "model", rule, got, "make the optimizer after what replaces them")
 
 
 def check_callable(where: str, name: str, value: Any) -> None:
@@ -90,8 +107,12 @@ def check_callable(where: str, name: str, value: Any) -> None:
 
 def check_finite(optimizer: AdaFisher, loss_scale: float) -> None:
     """For `error_if_nonfinite`: refuse a step whose gradients, or on a sampled step raw moments, hold an inf or a NaN.
-    Waits for the device. Of sharded gradients each rank sees a part, so all decide together, by one number."""
+    Waits for the device. Of divided gradients each rank sees a part, so all decide together, by one number."""
     flag("step", "error_if_nonfinite", optimizer.error_if_nonfinite)
+    flat = is_laid_flat(optimizer)
+    if flat and len(optimizer._every_group) > 1:
+        rule, mend = f"be False with several groups of {LAID}", "their gradients come one after the other"
+        refuse("step", "error_if_nonfinite", rule, True, mend)
     names = {id(p): name for name, p in named_parameters(optimizer.model)}
     every = (p for group in optimizer.param_groups for p in group["params"])
     named: list[tuple[str, Any]] = [
@@ -101,7 +122,7 @@ def check_finite(optimizer: AdaFisher, loss_scale: float) -> None:
     ]
     if optimizer.samples:
         named += raw_moments(optimizer._factors, loss_scale)
-    group = group_of(optimizer) if mesh_of(optimizer) is not None else None
+    group = group_of(optimizer) if flat or mesh_of(optimizer) is not None else None
     if group is None:
         refuse_nonfinite("step", named, MEND)
         return

@@ -12,6 +12,7 @@ from cafin_cupy.errors import refuse
 from cafin_cupy.factors import Factors, make_factors, owners
 from cafin_cupy.layers import Layer
 
+from .torch_flat import refuse_flat
 from .torch_groups import Group, own_group
 from .torch_layers import find_joined
 from .torch_parallel import Team, check_team, team_of
@@ -30,6 +31,7 @@ PATH = "param_group['params']"
 
 def join(optimizer: AdaFisher, param_group: Any, add: Callable[[dict[str, Any]], None]) -> None:
     """See `AdaFisher.add_param_group`; `add` is torch's."""
+    refuse_flat(WHERE, optimizer)
     group = later_group(optimizer, param_group)
     checked_hyper(optimizer, WHERE, {**optimizer.defaults, **group})
     names = {id(p): name for name, p in named_parameters(optimizer.model)}

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from cafin_cupy.errors import CafinTypeError, refuse, shown
 
+from .torch_flat import flat_names
 from .torch_groups import unwrapped_prefix
-from .torch_shards import named_parameters
+from .torch_shards import LAID, is_laid_flat, named_parameters
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -28,7 +29,10 @@ BY_ORDER = f"remove {NAMES!r} from the groups to load by order"
 
 
 def own_names(optimizer: AdaFisher) -> list[list[str]]:
-    """The names of each group's parameters, as they are without wrappers; numbers for what the model does not hold."""
+    """The names of each group's parameters, as they are without wrappers; numbers for what the model does not hold, and
+    for flat copies what they hold of it."""
+    if is_laid_flat(optimizer):
+        return [flat_names(optimizer, group["params"]) for group in optimizer.param_groups]
     prefix = unwrapped_prefix(optimizer.model)
     names = {id(p): plain(name, prefix) for name, p in named_parameters(optimizer.model)}
     every = (p for group in optimizer.param_groups for p in group["params"])
@@ -81,6 +85,9 @@ def in_own_order(where: str, optimizer: AdaFisher, given: Any) -> Any:
     _order_layers(where, layer_names(optimizer), given, first.get("factors"))
     mine = own_names(optimizer)
     theirs = _names_in(where, groups, mine)
+    if theirs is not None and theirs != mine and is_laid_flat(optimizer):
+        rule, mend = f"be those of this rank's {LAID}, {mine}", "load what this rank has saved, on as many ranks"
+        refuse(where, "param_groups", rule, theirs, mend)
     if theirs is None or len(groups) != len(mine):
         return given
     keys = [key for group in groups for key in group["params"]]  # numbers, or names as well

@@ -28,7 +28,7 @@ from torch import distributed as dist
 from cafin_cupy.errors import CafinTypeError, refuse
 from cafin_cupy.layers import Embedding, Layer, LayerNorm, Linear, TransposedLinear
 
-from .torch_shards import data_dims, is_sharded, laid_out_alike, local_gradient, owned, ranks_of
+from .torch_shards import LAID, data_dims, is_laid_flat, is_sharded, laid_out_alike, local_gradient, owned, ranks_of
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -90,11 +90,14 @@ def check_team(where: str, optimizer: AdaFisher, team: Team, modules: Iterable[A
 
 
 def refuse_scaler(optimizer: AdaFisher) -> None:
-    """Refuse a step under a `GradScaler`: which ranks see its verdict depends on how the first gradient is laid out,
-    and a team of which one rank alone skips the step would drift apart."""
-    if optimizer._team.divides and getattr(optimizer, "found_inf", None) is not None:
+    """Refuse a step under a `GradScaler` that may tell its verdict to one rank alone, so that ranks drift apart: that
+    of a team depends on how the first gradient is laid out, that of flat copies on what a rank has of them."""
+    if getattr(optimizer, "found_inf", None) is None:
+        return
+    what = "tensor parallelism" if optimizer._team.divides else LAID if is_laid_flat(optimizer) else None
+    if what is not None:
         mend = "train in bfloat16, which needs none"
-        refuse("step", "GradScaler", "be left out with tensor parallelism", "a step of one", mend)
+        refuse("step", "GradScaler", f"be left out with {what}", "a step of one", mend)
 
 
 def _divided(p: Any, managed: bool) -> bool:

@@ -26,16 +26,16 @@ from cafin_cupy.unchanged import Unchanged, traits
 from cafin_cupy.update import gather, matching, place, writable
 from cafin_cupy.verdict import Verdict
 
-from .torch_checks import check_owned, check_place
+from .torch_checks import check_place, check_strangers
+from .torch_flat import what_is_updated
 from .torch_groups import check_groups
 from .torch_inference import leaves_inference_mode
 from .torch_internals import count_changes
 from .torch_parallel import own_gradient, unsummed
 from .torch_precision import master_of, momentum_of, steps_of, written_state
-from .torch_ranks import refuse_join, wrappers
-from .torch_shards import local, local_average, named_parameters, part_of
+from .torch_ranks import refuse_join
+from .torch_shards import local, local_average
 from .torch_verdict import see_whether_refreshed
-from .torch_zero import Shares, homes, shared_by, world
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -48,10 +48,14 @@ class Plan:
     """Parameters that have or had a gradient, their state and factors, and the launch.
 
     It holds as long as parameters and momenta stay where they are, and no other parameter gets a gradient.
+
+    Args:
+        optimizer: whose coming step it is for.
+        before: the plan of the last step.
     """
 
     @leaves_inference_mode
-    def __init__(self, optimizer: AdaFisher) -> None:
+    def __init__(self, optimizer: AdaFisher, before: Plan | None = None) -> None:
         check_groups("step", optimizer.param_groups)
         self.groups = groups = optimizer.param_groups
         self.model = optimizer.model
@@ -66,18 +70,13 @@ class Plan:
         self.params: list[Tensor] = list(map(local, self.owned))  # this rank's parts, where they are sharded
         self.whole = all(map(is_, self.params, self.owned))
         self.gradient_of: Callable[[Any], Any] = _GRADIENT if self.whole else partial(own_gradient, optimizer._team)
-        group, home = shared_by(optimizer), homes(optimizer)
-        divided = list(map(home, self.owned))  # as their state is
         joining = [p for _, p in every if p.requires_grad or p in optimizer.state]
-        self.shares = None if group is None else Shares(group, self.owned, joining, home)
-        self.world = world()
-        self.wrappers = [] if group is None else list(wrappers(self.model))
-        self.parts = self.params if self.shares is None else self.shares.parts  # what this rank updates
-        self.average_of: Callable[[Any], Any] = local_average if self.shares or not self.whole else _AVERAGE
-        self.names = {id(p): name for name, p in named_parameters(optimizer.model)}
-        check_owned(self.owned, self.names)
-        self.names.update({id(x): self._name(p) for p, x in zip(self.owned, self.params)})
-        self.names.update({id(x): self._name(p) for p, x in zip(self.owned, self.parts)})
+        self.shares = what_is_updated(optimizer, self.owned, joining)
+        self.parts, pairs, homes = self.shares.parts, self.shares.pairs, self.shares.homes
+        alike = self.whole and all(map(is_, homes, self.owned))
+        self.average_of: Callable[[Any], Any] = _AVERAGE if alike else local_average
+        self.names = dict(zip(map(id, self.parts), self.shares.names))
+        self.names.update(zip(map(id, chain(self.owned, self.params)), self.shares.labels * 2))
         views = [torch_view(p, "step", self._name(p)) for p in self.params]
         factors = optimizer._factors
         written = [(self._name(p), v) for p, v in zip(self.params, views)]
@@ -85,37 +84,32 @@ class Plan:
         for name, v in written:
             writable("step", name, v)
         refuse_overlap("step", written)
-        places = [optimizer._owners.get(id(p)) for p in self.owned]
-        self.pairs = [
-            pl and (factors.of_weight(pl[0]) if pl[1] == "weight" else factors.of_bias(pl[0])) for pl in places
-        ]
-        self.pairs = [pair and part_of(pair, p, self._name(x)) for pair, p, x in zip(self.pairs, divided, self.owned)]
-        shares = [torch_view(p, "step", self._name(p)) for p in self.parts]
-        for v, pair, (name, _) in zip(shares, self.pairs, written):
+        parts = [torch_view(p, "step", name) for p, name in zip(self.parts, self.shares.names)]
+        for v, pair, name in zip(parts, pairs, self.shares.names):
             check_place(name, v, pair, factors.kernels)
         self.precision = optimizer._precision
         self.launch: CudaUpdate | SpreadUpdate | None = None
         self.begun = [steps_of(optimizer, p, self._name(p)) for p in self.owned]
-        averages = [momentum_of(optimizer, p, x, self._name(p)) for p, x in zip(self.owned, divided)]
-        masters = [master_of(optimizer, p, x, self._name(p)) for p, x in zip(self.owned, divided)]
+        averages = [momentum_of(optimizer, p, x, self._name(p)) for p, x in zip(self.owned, homes)]
+        masters = [master_of(optimizer, p, x, self._name(p)) for p, x in zip(self.owned, homes)]
         numbers = {id(p): number for number, (_, p) in enumerate(every)}
-        self.keys = [numbers[id(p)] for p in self.owned]
+        self.keys = self.shares.each([numbers[id(p)] for p in self.owned])
         if factors.kernels:
             layouts, pointers = [], []
-            for p, v, pair, average in zip(self.parts, shares, self.pairs, averages):
+            for name, v, pair, average in zip(self.shares.names, parts, pairs, self.shares.each(averages)):
                 columns = pair[0].numel() if pair else 0
-                layouts.append(layout("step", self._name(p), v, columns, dtype_name(average.dtype)))
+                layouts.append(layout("step", name, v, columns, dtype_name(average.dtype)))
                 pointers.append((pair[0].data_ptr(), pair[1].data_ptr()) if pair else (0, 0))
-            devices = [int(v.device) for v in views]
+            devices = [int(v.device) for v in parts]
             self.device = devices[0] if devices else 0
             if len(set(devices)) > 1 and optimizer.capturable:
                 got, mend = f"on {', '.join(map(place, sorted(set(devices))))}", "leave capturable out"
                 refuse("step", "model", "lie on one device if capturable", got, mend)
-            at = [0 if w is None else local(w).data_ptr() for w in masters]
+            at = self.shares.each([0 if w is None else local(w).data_ptr() for w in masters])
             if len(set(devices)) > 1:
-                self.launch = SpreadUpdate(layouts, pointers, self.params, devices, at, self.keys)
+                self.launch = SpreadUpdate(layouts, pointers, self.parts, devices, at, self.keys)
             elif devices:
-                self.launch = CudaUpdate(layouts, pointers, self.params[0], self.device, at, self.keys)
+                self.launch = CudaUpdate(layouts, pointers, self.parts[0], self.device, at, self.keys)
         for p, x in zip(self.owned, self.params):
             if not unsummed(optimizer._team, p):  # which takes all ranks, and is checked by `gradients`
                 self._check(x, self.gradient_of(p))
@@ -123,17 +117,17 @@ class Plan:
         self.states = states = self._states(optimizer, averages, masters)
         self.in_order = len(self.kept) == len(states)  # no state of a parameter that has left its group
         self.averages: list[Tensor] = list(map(self.average_of, states))
-        self.masters = [local(w) for w in masters]
+        self.masters = self.shares.each([local(w) for w in masters])
         self.have_master = [k for k, w in enumerate(masters) if w is not None]
         others = [torch_view(x, "step", "state") for x in (*self.averages, *self._their_masters(states))]
         self.written = Written([*views, *others])
         self.sizes = np.array([v.extent[1] - v.extent[0] for v in views], np.uint64)  # in bytes
-        self.p, self.m = list(map(_ADDRESS, self.parts)), list(map(_ADDRESS, self.averages))
-        self.addresses = [*map(_ADDRESS, self.params), *self.m, *map(_ADDRESS, self._their_masters(states))]
+        self.p, self.m = list(map(_ADDRESS, self.parts)), list(map(_ADDRESS, self.shares.momenta(self.averages)))
+        self.addresses = list(map(_ADDRESS, (*self.params, *self.averages, *self._their_masters(states))))
         self.traits = traits(self.params)
         self.unchanged = Unchanged(self.params).check
         self.fitting: Callable[..., bool] | None = None  # knows gradients that can be used as they are
-        self.zeros = [0] * len(self.params)
+        self.zeros = [0] * len(self.parts)
         self.one_group = bool(self.params) and not any(self.group)
         self.schedule: CudaSchedule | None = None
         if (optimizer.capturable or optimizer._skips is not None) and isinstance(self.launch, CudaUpdate):
@@ -142,6 +136,9 @@ class Plan:
             for state, t in zip(states, self.begun):
                 state["step"] = t
         self.complete = True  # every parameter had a gradient in the last step
+        self.siblings: dict[int, Plan] = {} if before is None else before.siblings  # by the group of a call
+        if not self.shares.alone:
+            self.siblings[id(groups[0])] = self
 
     def _count_on_device(self, states: list[Any]) -> None:
         """Let each `step` be an element of one vector on the device."""
@@ -176,14 +173,19 @@ class Plan:
         """The state of each parameter."""
         return list(self.kept.values()) if self.in_order else [self.kept[p] for p in self.owned]
 
+    def of_other_groups(self, optimizer: AdaFisher) -> Plan | None:
+        """The plan of a step's next call, where it comes in several; None if there is none that is valid."""
+        other = self.siblings.get(id(next(iter(optimizer.param_groups), None))) if self.siblings else None
+        return other if other is not None and other.valid(optimizer) else None
+
     def valid(self, optimizer: AdaFisher) -> bool:
         """False if a parameter or its state has been replaced since, another parameter has a gradient, or the ranks
         that divide the state have formed another process group."""
         if self.kept is not optimizer.state or (self.in_order and len(self.kept) != len(self.params)):
             return False
-        if optimizer._shard_state and self.world is not world():
-            return False
         try:
+            if not self.shares.hold(optimizer):
+                return False
             groups = optimizer.param_groups
             if len(groups) != len(self.listed):
                 return False
@@ -232,17 +234,9 @@ class Plan:
         self._apart(grads)
         self.complete = all(g is not None for g in grads)
         if not any(g is not None for g in grads):
-            self._refuse_strangers()
+            check_strangers(self.model, self.listed)
         self.fitting = Unchanged(grads).check if self.complete and all(map(is_, found, grads)) else None
         return grads
-
-    def _refuse_strangers(self) -> None:
-        """Refuse a model whose parameters have all been replaced: it would never be updated, and nobody would know."""
-        mine = {id(p) for listed in self.listed for p in listed}
-        parameters = list(self.model.parameters())
-        if any(p.grad is not None for p in parameters) and not any(id(p) in mine for p in parameters):
-            rule, got = "keep the parameters that the optimizer was made for", "others alone"
-            refuse("step", "model", rule, got, "make the optimizer after what replaces them")
 
     def _apart(self, grads: list[Any]) -> list[Any]:
         """Copy gradients that share memory with a parameter or momentum, as a function's backward may return them:
@@ -275,8 +269,8 @@ class Plan:
         """The coming step of each parameter that has a gradient.
 
         Returns:
-            The different (group, step) there are, which of them each parameter has, and the steps; no list of steps if
-            all are at the same one.
+            The different (group, step) there are, which of them each part has, and the steps; no list of steps if all
+            parameters are at the same one.
         """
         try:
             steps = list(map(_STEP, states))
@@ -288,17 +282,19 @@ class Plan:
         elif self.complete and self.one_group:  # the usual case
             return [(0, first + 1)], self.zeros, []
         steps = [t + (g is not None) for t, g in zip(steps, grads)]
-        return *gather([(number, max(1, t)) for number, t in zip(self.group, steps)]), steps
+        kinds, which = gather([(number, max(1, t)) for number, t in zip(self.group, steps)])
+        return kinds, self.shares.each(which), steps
 
     def step(self, *arguments: Any) -> None:
         """`update`; where ranks divide the state, each of its rows, which all then send each other."""
-        if self.shares is None:
+        exchange = self.shares.exchange
+        if exchange is None:
             self.update(*arguments)
             return
-        refuse_join(self.wrappers)
+        refuse_join(exchange.wrappers)
         with uninterrupted():  # the others wait for what has been updated
             self.update(*arguments)
-            self.shares.exchange()
+            exchange()
 
     def update(
         self,
@@ -333,7 +329,8 @@ class Plan:
                 t = kinds[0][1]
                 for state in states:
                     state["step"] = t
-            optimizer._count_steps(steps)
+            if self.shares.ends:
+                optimizer._count_steps(steps)
 
         if self.launch is not None:
             sets = [scalars(hypers[number], t, grad_scale, begin) for number, t in kinds]
@@ -342,9 +339,8 @@ class Plan:
         with uninterrupted():  # what is computed in place, piece by piece, cannot be taken back
             if ahead is not None:
                 ahead()
-            averages = map(self.average_of, states)
-            mine = grads if self.shares is None else self.shares.of(grads)
-            every = zip(self.parts, mine, averages, self.pairs, which, self.masters, self.keys)
+            averages = self.shares.momenta(list(map(self.average_of, states)))
+            every = zip(self.parts, self.shares.of(grads), averages, self.shares.pairs, which, self.masters, self.keys)
             for p, g, average, pair, kind, master, key in every:
                 if g is not None:
                     number, t = kinds[kind]
@@ -418,8 +414,7 @@ class Plan:
             addresses = list(map(_ADDRESS, grads))  # type: ignore[arg-type]
         else:
             addresses = [g.data_ptr() if g is not None else 0 for g in grads]
-        if self.shares is not None:
-            addresses = self.shares.addresses(addresses)
+        addresses = self.shares.addresses(addresses)
         self.launch(self.p, addresses, self.m, sets, which, self._stream(), ahead, counted)
 
     def refresh(self, hypers: list[Hyper], grad_scale: float = 1.0) -> None:

@@ -20,7 +20,7 @@ from cafin_cupy.rule import at_least, whole
 from .torch_parallel import Team
 from .torch_reduced import ReducedFactors, same_on_all_ranks, telling
 from .torch_scalars import SCALARS
-from .torch_shards import local, mesh_of, named_parameters, part_number, sharded, shards
+from .torch_shards import is_laid_flat, local, mesh_of, named_parameters, part_number, sharded, shards
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -335,7 +335,7 @@ def compare_ranks(optimizer: AdaFisher, group: Any) -> None:
 def _state(optimizer: AdaFisher, ranks: Any) -> Iterator[tuple[str, Tensor, int, int]]:
     """(name, what this rank holds, which part that is, of how many) of what several ranks hold."""
     names = {id(p): name for name, p in named_parameters(optimizer.model)}
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if not is_laid_flat(optimizer) else ():
         for p in group["params"]:
             part, parts = part_number(p)
             if parts >= _size(ranks):  # nobody else holds it

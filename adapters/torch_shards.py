@@ -19,6 +19,8 @@ from cafin_cupy.errors import CafinTypeError, refuse
 if TYPE_CHECKING:
     from .torch import AdaFisher
 
+LAID = "parameters that are laid flat (DeepSpeed's ZeRO)"
+LINK = "_hp_mapping"  # of a parameter that is: where its elements lie, None if this rank has none of them
 MEND = (
     "fully_shard of one mesh is served, `(Shard(dim),)` and `(Replicate(), Shard(dim))` of HSDP, and ahead of it or "
     "without it parallelize_module of one mesh"
@@ -79,6 +81,15 @@ def shards(module: nn.Module) -> bool:
 
 def is_sharded(p: Any) -> bool:
     return wraps_others(p) and hasattr(p, "placements")
+
+
+def is_laid_flat(optimizer: AdaFisher) -> bool:
+    """True if the groups hold flat copies in the place of the model's parameters: see torch_flat.py."""
+    parameters = list(optimizer.model.parameters())
+    if not any(hasattr(p, LINK) for p in parameters):
+        return False
+    mine = set(map(id, parameters))
+    return not any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
 
 
 def check_shards(where: str, model: nn.Module) -> None:
@@ -155,6 +166,15 @@ def place_of(p: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
     sizes, offsets = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
     return tuple(sizes), tuple(offsets)
+
+
+def factors_of(optimizer: AdaFisher, p: Any) -> tuple[Tensor, Tensor] | None:
+    """(columns, rows) of the F of a whole parameter, None if no layer owns it."""
+    place = optimizer._owners.get(id(p))
+    if place is None:
+        return None
+    index, role = place
+    return optimizer._factors.of_weight(index) if role == "weight" else optimizer._factors.of_bias(index)
 
 
 def part_of(pair: tuple[Tensor, Tensor], p: Any, name: str) -> tuple[Tensor, Tensor]:

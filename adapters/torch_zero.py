@@ -8,7 +8,7 @@ The update is elementwise, so that no bit depends on who has made it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,9 +21,9 @@ from cafin_cupy.errors import BackendError, refuse
 from cafin_cupy.precision import Precision
 from cafin_cupy.rule import flag
 
-from .torch_ranks import group_of
+from .torch_ranks import group_of, wrappers
 from .torch_reduced import telling
-from .torch_shards import is_sharded, local, place_of, sharded
+from .torch_shards import factors_of, is_sharded, local, named_parameters, part_of, place_of, sharded
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -133,13 +133,14 @@ class Exchange:
     Args:
         group: the ranks.
         pairs: (parameter, its home, see `homes`) of all that take part, the same on all ranks.
+        wrappers: `DistributedDataParallel` around them, none of which may be within `join()`.
 
     Raises:
         CafinError: the parameters lie on several devices.
     """
 
-    def __init__(self, group: Any, pairs: Iterable[tuple[Tensor, Any]]) -> None:
-        self.group = group
+    def __init__(self, group: Any, pairs: Iterable[tuple[Tensor, Any]], wrappers: Sequence[Any] = ()) -> None:
+        self.group, self.wrappers = group, wrappers
         flat: dict[torch.dtype, list[tuple[Tensor, int]]] = {}
         devices = set()
         for p, home in pairs:
@@ -222,29 +223,75 @@ def _land(work: Any, bucket: _Bucket) -> None:
     torch._foreach_copy_(bucket.places, bucket.arrived)
 
 
-class Shares:
-    """What a rank updates of its parameters, and how they become whole again.
+class Whole:
+    """What a process updates: all that it holds of each parameter.
 
     Attributes:
-        parts: of each parameter the rows that are this rank's, on its memory.
-        exchange: brings those of the others.
+        labels: what errors call the parameters.
+        homes: tensors that are divided over the ranks as the state of the parameters is.
+        parts: what is updated, each by an item of the launch.
+        names, pairs: of each part what errors call it, and its (columns, rows) of F, None where F is 1.
+        exchange: brings what other ranks have updated; None if nobody else has any.
+        alone: the update is the whole step; False where it comes in a call for each group.
+        ends: the step is over behind it.
     """
 
-    def __init__(self, group: Any, owned: list[Tensor], every: Iterable[Tensor], home: Callable[[Any], Any]) -> None:
+    exchange: Exchange | None = None
+    alone = ends = True
+
+    def __init__(self, optimizer: AdaFisher, owned: list[Tensor], homes: list[Any] | None = None) -> None:
+        names = {id(p): name for name, p in named_parameters(optimizer.model)}
+        self.names = self.labels = [names.get(id(p), "params") for p in owned]
+        self.homes = owned if homes is None else homes
+        self.parts: list[Tensor] = list(map(local, self.homes))
+        pairs = [factors_of(optimizer, p) for p in owned]
+        self.pairs = [pair and part_of(pair, x, name) for pair, x, name in zip(pairs, self.homes, self.names)]
+        self._world = world()
+
+    def hold(self, optimizer: AdaFisher) -> bool:
+        """False if the ranks that divide the state have formed another process group, or parts lie elsewhere."""
+        return not optimizer._shard_state or self._world is world()
+
+    def each(self, values: list[Any]) -> list[Any]:
+        """For each part, what is given for each parameter."""
+        return values
+
+    def of(self, grads: list[Any]) -> list[Any]:
+        """The parts of gradients."""
+        return grads
+
+    def momenta(self, averages: list[Any]) -> list[Any]:
+        """The parts of momenta, of which a process has no more than it updates."""
+        return averages
+
+    def addresses(self, grads: list[int]) -> list[int]:
+        """Of the parts, for those of gradients, 0 of none."""
+        return grads
+
+
+class Shares(Whole):
+    """The rows of each parameter that are a rank's, on its memory, and how all become whole again."""
+
+    def __init__(
+        self,
+        optimizer: AdaFisher,
+        group: Any,
+        owned: list[Tensor],
+        every: Iterable[Tensor],
+        home: Callable[[Any], Any],
+    ) -> None:
         """`owned`: the parameters that are updated; `every`: these and what may be later, in the order of all ranks."""
-        divided = [home(p) for p in owned]
-        self.parts: list[Tensor] = [local(x).detach() for x in divided]
-        self._rows = [_rows_of(x) for x in divided]
+        super().__init__(optimizer, owned, [home(p) for p in owned])
+        self.parts = [part.detach() for part in self.parts]
+        self._rows = [_rows_of(x) for x in self.homes]
         starts = [(part.storage_offset(), p.storage_offset()) for part, p in zip(self.parts, owned)]
         self._offsets = [int(a - b) * p.element_size() for (a, b), p in zip(starts, owned)]
-        self.exchange = Exchange(group, [(p, home(p)) for p in every])
+        self.exchange = Exchange(group, [(p, home(p)) for p in every], list(wrappers(optimizer.model)))
 
-    def of(self, grads: list[Tensor | None]) -> list[Tensor | None]:
-        """This rank's rows of gradients."""
+    def of(self, grads: list[Any]) -> list[Any]:
         return [g if g is None else g[rows] for g, rows in zip(grads, self._rows)]
 
     def addresses(self, grads: list[int]) -> list[int]:
-        """Of this rank's rows, for those of gradients, 0 of none."""
         return [at and at + offset for at, offset in zip(grads, self._offsets)]
 
 

@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from faults import FAULTS, Gate, ctrl_c, gate, interrupted_at, some  # noqa: E402, F401
+from flat import Rank  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch_helpers import (  # noqa: E402
@@ -66,6 +67,30 @@ class ImageRun(Run):
         self.batches = images(device, *[3] * STEPS)
 
 
+class FlatRun(Run):
+    """One of several ranks whose parameters are laid flat: it has them from within a weight to within another."""
+
+    def __init__(self, device: str, **options: Any) -> None:
+        super().__init__(device, **options)
+        self.rank = Rank(self.opt, [(12, 70)])
+
+    def feed(self) -> None:
+        self.opt.zero_grad()
+        self.rank.feed(lambda model: loss_of(model, self.batches[self.opt.steps]))
+
+    def state(self) -> State:
+        flat = self.rank.flats[0]
+        kept = self.opt.state.get(flat, {})
+        momentum = kept["exp_avg"].clone() if "exp_avg" in kept else torch.zeros_like(flat)
+        found = {"copy": flat.detach().clone(), "momentum": momentum, "step": kept.get("step", 0)}
+        return {**super().state(), **found}
+
+
+def capturable_run(device: str) -> Run:
+    """Counted on the device."""
+    return Run(device, capturable=True)
+
+
 def history(make: Callable[[], Run]) -> list[State]:
     run = make()
     states = [run.state()]
@@ -114,10 +139,10 @@ def check_and_finish(run: Run, t: int, truth: list[State], partly: bool = False)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fail", FAULTS)
-@pytest.mark.parametrize("capturable", [False, True], ids=["counted here", "counted on the device"])
-def test_every_call_of_a_step_may_fail(capturable: bool, fail: str, gpu: str, gate: Gate) -> None:  # noqa: F811
+@pytest.mark.parametrize("kind", [Run, capturable_run, FlatRun])
+def test_every_call_of_a_step_may_fail(kind: Callable[[str], Run], fail: str, gpu: str, gate: Gate) -> None:  # noqa: F811
     def make() -> Run:
-        return Run(gpu, capturable=capturable)
+        return kind(gpu)
 
     truth = history(make)
     counted = []
@@ -136,7 +161,7 @@ def test_every_call_of_a_step_may_fail(capturable: bool, fail: str, gpu: str, ga
             check_and_finish(run, t, truth)
         counted.append(gate.seen)
     first, unsampled, sampled = counted
-    assert first > sampled > unsampled >= 1 + capturable
+    assert first > sampled > unsampled >= (2 if kind is capturable_run else 1)
 
 
 @pytest.mark.gpu
@@ -160,15 +185,15 @@ def test_every_call_of_a_backward_pass_may_fail(fail: str, gpu: str, gate: Gate)
 
 
 @pytest.mark.usefixtures("ctrl_c")
-@pytest.mark.parametrize("capturable", [False, True])
-def test_ctrl_c_at_any_line_of_a_step(capturable: bool, device: str) -> None:
+@pytest.mark.parametrize("kind", [Run, capturable_run, FlatRun])
+def test_ctrl_c_at_any_line_of_a_step(kind: Callable[[str], Run], device: str) -> None:
     def make(t: int) -> Run:
-        run = Run(device, capturable=capturable)
+        run = kind(device)
         run.train(t)
         run.feed()
         return run
 
-    truth = history(lambda: Run(device, capturable=capturable))
+    truth = history(lambda: kind(device))
     for t in range(3):
         lines, came = interrupted_at(0, make(t).step)
         assert lines > 50 and not came
@@ -237,7 +262,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("make", [wide, half, ImageRun])
+@pytest.mark.parametrize("make", [wide, half, ImageRun, FlatRun])
 def test_memory_may_run_out_anywhere_on_the_reference(make: Callable[[str], Run]) -> None:
     truth = history(lambda: make("cpu"))
     for t in range(3):
@@ -276,7 +301,7 @@ def test_pieces_are_not_updated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("ctrl_c", "small_pieces")
-@pytest.mark.parametrize("make", [wide, half])
+@pytest.mark.parametrize("make", [wide, half, FlatRun])
 def test_ctrl_c_between_any_operations_of_the_reference(make: Callable[[str], Run]) -> None:
     """It waits until the step is complete."""
     truth = history(lambda: make("cpu"))

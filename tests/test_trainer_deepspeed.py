@@ -1,4 +1,4 @@
-"""DeepSpeed's engine on two CPU processes: without ZeRO it trains as one process does; with it, it is refused."""
+"""DeepSpeed's engine on CPU processes: with ZeRO's stages 1 and 2 as without it they train as one process does."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from ranks import environment
 pytest.importorskip("deepspeed")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_stages(stage: int) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launcher, str(Path(__file__).with_name("deepspeed_ranks.py")), str(stage)]
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_cases(ranks: int, tmp_path: Path) -> None:
+    """One launch for all, as importing takes longest."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*launcher, str(Path(__file__).with_name("deepspeed_ranks.py")), str(tmp_path)]
     env = {**environment(), "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
-    if stage == 0:
-        assert done.returncode == 0, done.stderr
-        assert all(f"rank {rank} is one process after 5 steps" in done.stdout for rank in range(2))
-    else:
-        assert "step: `param_groups` must hold parameters of the model, got others alone" in done.stderr
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f"rank {rank}: done" in done.stdout for rank in range(ranks))
+    assert done.stdout.count("is one process") == 11 * ranks and done.stdout.count("is resumed") == 4 * ranks

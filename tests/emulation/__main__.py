@@ -23,9 +23,9 @@ FILES = (
     *("forks", "jax_eager", "jax_eager_refused", "jax_refresh", "jax_streams", "laws", "nonfinite"),
     *("nonfinite_moments", "odd", "odd_sizes", "optimizer", "precision", "readme"),
     *("recorder", "repeats", "runtime", "schedule", "spread", "state", "streams", "summary", "table"),
-    *("torch_attention", "torch_by_hand", "torch_compiled", "torch_groups", "torch_layers", "torch_loops"),
-    *("torch_names", "torch_precision", "torch_scaler", "torch_situations", "torch_step_faults", "torch_verdict"),
-    *("torch_verdict_host", "torch_zero", "update", "update_mixed", "verdict", "xla_kernels"),
+    *("torch_attention", "torch_by_hand", "torch_compiled", "torch_flat", "torch_groups", "torch_layers"),
+    *("torch_loops", "torch_names", "torch_precision", "torch_scaler", "torch_situations", "torch_step_faults"),
+    *("torch_verdict", "torch_verdict_host", "torch_zero", "update", "update_mixed", "verdict", "xla_kernels"),
     "emulation",
 )
 
