@@ -28,6 +28,14 @@ class Link:
     hp_fragment: Tensor | None
 
 
+def one_behind_the_other(params: Sequence[Tensor]) -> Tensor:
+    """Move parameters into one memory, which is returned."""
+    whole = torch.cat([p.detach().flatten() for p in params])
+    for p, part in zip(params, whole.split([p.numel() for p in params])):
+        p.data = part.view(p.shape)
+    return whole
+
+
 class Rank:
     """What a wrapper does on one rank, but for the sending: flat copies of the elements from `first` to `last - 1` of
     each group, one behind the other, behind which there may be padding."""
@@ -38,9 +46,7 @@ class Rank:
         self.bounds = bounds
         for group, (first, last) in zip(self.groups, bounds):
             params = [p for p in group["params"] if p.requires_grad]
-            whole = torch.cat([p.detach().flatten() for p in params])
-            for p, part in zip(params, whole.split([p.numel() for p in params])):
-                p.data = part.view(p.shape)
+            whole = one_behind_the_other(params)
             flat = nn.functional.pad(whole, (0, max(0, last - len(whole))))[first:last]
             group["params"] = [flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True).requires_grad_()]
             self.params.append(params)
