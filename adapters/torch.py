@@ -24,7 +24,7 @@ from cafin_cupy.verdict import Verdict
 
 from .torch_capture import RUN_FIRST, CapturedIteration, check_capture
 from .torch_checks import check_callable, check_finite, check_model, check_momenta
-from .torch_flat import refuse_flat
+from .torch_flat import refuse_by_hand, refuse_flat
 from .torch_groups import Group, check_arguments, check_groups, groups_of
 from .torch_inference import leaves_inference_mode
 from .torch_internals import global_post_hooks, global_pre_hooks, profiling
@@ -300,11 +300,12 @@ class AdaFisher(Sampling):
             check_capture(self)
         if self._unsure and self._undecided:
             self._make_sure()
-        refuse_scaler(self)
         grad_scale = loss_scale = 1.0
         before = self._plan
         if before is not None and not before.valid(self):
             self._plan = before.of_other_groups(self)
+        refuse_scaler(self)
+        refuse_by_hand(self)
         verdict = verdict_of_device(self)  # of a plan that holds: a new one may launch on other devices
         if verdict is None:
             self._make_sure()

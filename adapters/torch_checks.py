@@ -19,7 +19,7 @@ from cafin_cupy.rule import flag
 from .torch_parallel import settled
 from .torch_ranks import group_of
 from .torch_reduced import least_of_all
-from .torch_shards import LAID, check_shards, is_laid_flat, is_sharded, local, mesh_of, named_parameters
+from .torch_shards import LAID, check_shards, is_sharded, local, mesh_of, named_parameters, steps_flat
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -109,7 +109,7 @@ def check_finite(optimizer: AdaFisher, loss_scale: float) -> None:
     """For `error_if_nonfinite`: refuse a step whose gradients, or on a sampled step raw moments, hold an inf or a NaN.
     Waits for the device. Of divided gradients each rank sees a part, so all decide together, by one number."""
     flag("step", "error_if_nonfinite", optimizer.error_if_nonfinite)
-    flat = is_laid_flat(optimizer)
+    flat = steps_flat(optimizer)
     if flat and len(optimizer._every_group) > 1:
         rule, mend = f"be False with several groups of {LAID}", "their gradients come one after the other"
         refuse("step", "error_if_nonfinite", rule, True, mend)

@@ -22,7 +22,7 @@ from cafin_cupy.errors import refuse
 
 from .torch_checks import check_owned, check_size
 from .torch_ranks import group_of
-from .torch_shards import LAID, LINK, factors_of, is_laid_flat, named_parameters
+from .torch_shards import LAID, LINK, factors_of, is_laid_flat, named_parameters, steps_flat
 from .torch_zero import Shares, Whole, homes, shared_by
 
 if TYPE_CHECKING:
@@ -36,6 +36,14 @@ def refuse_flat(where: str, optimizer: AdaFisher) -> None:
     if is_laid_flat(optimizer):
         rule, mend = "hold the model's parameters", "call it ahead of deepspeed.initialize"
         refuse(where, "param_groups", rule, LAID, mend)
+
+
+def refuse_by_hand(optimizer: AdaFisher) -> None:
+    """Refuse a step of flat copies without gradients, which they have within their wrapper's step alone: it would
+    count, and use up the factors' sums. Ahead of all that ranks send."""
+    if steps_flat(optimizer) and all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+        rule, mend = f"have gradients of {LAID}", "call engine.step(), which brings them"
+        refuse("step", "param_groups", rule, "none", mend)
 
 
 def what_is_updated(optimizer: AdaFisher, owned: list[Tensor], joining: Iterable[Tensor]) -> Whole:
@@ -65,6 +73,8 @@ class Flat(Whole):
     Raises:
         CafinError: it is laid flat in a way, or the optimizer has options, that are not served.
     """
+
+    laid_flat = True
 
     def __init__(self, optimizer: AdaFisher, owned: list[Tensor]) -> None:
         _refuse_options(optimizer)

@@ -28,7 +28,7 @@ from torch import distributed as dist
 from cafin_cupy.errors import CafinTypeError, refuse
 from cafin_cupy.layers import Embedding, Layer, LayerNorm, Linear, TransposedLinear
 
-from .torch_shards import LAID, data_dims, is_laid_flat, is_sharded, laid_out_alike, local_gradient, owned, ranks_of
+from .torch_shards import LAID, data_dims, is_sharded, laid_out_alike, local_gradient, owned, ranks_of, steps_flat
 
 if TYPE_CHECKING:
     from .torch import AdaFisher
@@ -94,7 +94,7 @@ def refuse_scaler(optimizer: AdaFisher) -> None:
     of a team depends on how the first gradient is laid out, that of flat copies on what a rank has of them."""
     if getattr(optimizer, "found_inf", None) is None:
         return
-    what = "tensor parallelism" if optimizer._team.divides else LAID if is_laid_flat(optimizer) else None
+    what = "tensor parallelism" if optimizer._team.divides else LAID if steps_flat(optimizer) else None
     if what is not None:
         mend = "train in bfloat16, which needs none"
         refuse("step", "GradScaler", f"be left out with {what}", "a step of one", mend)

@@ -92,6 +92,12 @@ def is_laid_flat(optimizer: AdaFisher) -> bool:
     return not any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
 
 
+def steps_flat(optimizer: AdaFisher) -> bool:
+    """`is_laid_flat` within a step: what its plan knows, if there is one that holds."""
+    plan = optimizer._plan
+    return is_laid_flat(optimizer) if plan is None else plan.shares.laid_flat
+
+
 def check_shards(where: str, model: nn.Module) -> None:
     """Refuse parameters that are divided over ranks in ways that are not served."""
     flat = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())

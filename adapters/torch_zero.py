@@ -234,9 +234,11 @@ class Whole:
         exchange: brings what other ranks have updated; None if nobody else has any.
         alone: the update is the whole step; False where it comes in a call for each group.
         ends: the step is over behind it.
+        laid_flat: see `is_laid_flat`.
     """
 
     exchange: Exchange | None = None
+    laid_flat = False
     alone = ends = True
 
     def __init__(self, optimizer: AdaFisher, owned: list[Tensor], homes: list[Any] | None = None) -> None:

@@ -30,6 +30,7 @@ class Case(NamedTuple):
     kind: type[AdaFisher] = AdaFisher
     options: dict[str, Any] = {}  # noqa: RUF012
     config: dict[str, Any] = {}  # noqa: RUF012
+    scale: float = 1.0  # of the loss
 
 
 GROUPS = [{"params": ["*.bias"], "weight_decay": 0.0, "lr": 5e-4}]
@@ -42,6 +43,7 @@ CASES = {
     "stage 2": Case(2, kind=AdaFisherW, options=PAPER),
     "stage 1, accumulation and clipping": Case(1, micro=2, config={"gradient_clipping": 0.1}),
     "stage 2, accumulation and clipping": Case(2, micro=2, config={"gradient_clipping": 0.1}),
+    "stage 2, steep": Case(2, scale=4.0, config={"gradient_clipping": 0.0}),  # it would clip to a norm of 1
     "stage 1, groups": Case(1, options={**PAPER, "param_groups": GROUPS}),
     "stage 2, aligned": Case(2, config={"zero_optimization": {"parameter_alignment": True, "overlap_comm": True}}),
     "stage 2, groups": Case(2, kind=AdaFisherW, options={"weight_decay": 0.1, "param_groups": GROUPS}),
@@ -64,7 +66,7 @@ class Run:
             **case.config,
             "zero_optimization": zero,
         }
-        model, self.micro = self.optimizer.model, case.micro
+        model, self.micro, self.scale = self.optimizer.model, case.micro, case.scale
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=self.optimizer, config=config, dist_init_required=False
         )
@@ -74,7 +76,7 @@ class Run:
         rank, ranks = distributed.get_rank(), distributed.get_world_size()
         for x in batches:
             for part in x.tensor_split(ranks)[rank].chunk(self.micro):
-                self.engine.backward(loss_of(self.engine, part.to(self.dtype)))
+                self.engine.backward(self.scale * loss_of(self.engine, part.to(self.dtype)))
                 self.engine.step()
 
     def state(self) -> dict[str, Any]:
@@ -111,9 +113,10 @@ def alone(case: Case, batches: list[Tensor], dtype: torch.dtype) -> dict[str, An
     optimizer = case.kind(mlp("cpu").to(dtype), TCov=2, dist=False, master_weights=half, **copy.deepcopy(case.options))
     for x in batches:
         optimizer.zero_grad()
-        loss_of(optimizer.model, x.to(dtype)).backward()
-        if clip := case.config.get("gradient_clipping"):
-            assert nn.utils.clip_grad_norm_(optimizer.model.parameters(), clip) > clip
+        (case.scale * loss_of(optimizer.model, x.to(dtype))).backward()
+        clip = case.config.get("gradient_clipping", 1.0)  # the engine's default
+        norm = nn.utils.clip_grad_norm_(optimizer.model.parameters(), clip or float("inf"))
+        assert (norm > (clip or 1.0)) == ("gradient_clipping" in case.config)
         optimizer.step()
     found: dict[str, Any] = {"steps": optimizer.steps}
     for name, p in optimizer.model.named_parameters():
@@ -164,6 +167,24 @@ def check_left_out() -> None:
     assert all(torch.equal(got[name], value) for name, value in want.items() if isinstance(value, Tensor))
 
 
+def check_step_by_hand() -> None:
+    """The copies have gradients within the engine's step alone. Another one is refused, and changes nothing."""
+    batches = rows("cpu", STEPS, BATCH * distributed.get_world_size())
+    run, plain = Run(Case(1)), Run(Case(1))
+    for x in batches:
+        plain.train([x])
+        try:
+            run.optimizer.step()
+        except CafinError as error:
+            assert "must have gradients of parameters that are laid flat" in str(error), error
+        else:
+            raise AssertionError("nothing was refused")
+        run.train([x])
+    got, want = run.state(), plain.state()
+    assert got["steps"] == want["steps"] == STEPS
+    assert all(torch.equal(got[name], value) for name, value in want.items() if isinstance(value, Tensor))
+
+
 def check_refused(case: Case, *words: str, **options: Any) -> None:
     try:
         Run(case, **options).train(rows("cpu", 1, BATCH * distributed.get_world_size()))
@@ -184,6 +205,7 @@ def main(folder: Path) -> None:
         check_resumed(CASES[name], folder / name)
         print(f"rank {rank}: {name} is resumed", flush=True)
     check_left_out()
+    check_step_by_hand()
     for case in (Case(3), Case(0, config=BF16)):
         check_refused(case, "step: `param_groups` must hold parameters of the model", "ZeRO's stage 1 or 2")
     check_refused(Case(2), "step: `dist` must hold the ranks", dist=False)

@@ -325,6 +325,51 @@ def test_links_in_another_order_than_the_memory() -> None:
     assert_refused(rank, "step: `model (0.bias)` must lie in the order of its flat copies", "round_robin_gradients")
 
 
+def test_a_step_without_gradients(device: str) -> None:
+    """As by hand, beside the wrapper's: it would count, and refresh the factors of a batch that is not stepped."""
+    plain = AdaFisher(mlp(device), TCov=2)
+    ranks = laid_flat(lambda: AdaFisher(mlp(device), TCov=2), [[30]])
+    for loss in losses_of(rows(device, 3)):
+        for rank in ranks:
+            rank.feed(loss)
+            grad, rank.flats[0].grad = rank.flats[0].grad, None
+            words = "step: `param_groups` must have gradients of parameters that are laid flat", "engine.step()"
+            with refused(rank.optimizer, *words):
+                rank.step()
+            rank.flats[0].grad = grad
+            rank.step()
+        for rank in ranks:
+            rank.receive(ranks)
+    run(plain, rows(device, 3))
+    assert_whole(ranks, plain)
+
+
+def test_a_scaler_behind_steps_without() -> None:
+    """A plan that holds knows that it is flat."""
+    (rank,) = laid_flat(lambda: AdaFisher(mlp("cpu")), [[]])
+    losses = losses_of(rows("cpu", 2))
+    train([rank], losses[:1])
+    rank.feed(losses[1])
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with refused(rank.optimizer, "step: `GradScaler` must be left out with parameters that are laid flat"):
+        scaler.step(rank.optimizer)
+
+
+def test_a_scaler_costs_whole_parameters_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the first step nothing goes through the model's parameters."""
+    optimizer, scaler = AdaFisher(mlp("cpu")), torch.amp.GradScaler("cpu")
+    for number, x in enumerate(rows("cpu", 3)):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(optimizer.model, x)).backward()
+        if number:
+            monkeypatch.setattr(type(optimizer.model), "named_parameters", None)
+        scaler.step(optimizer)
+        monkeypatch.undo()
+        scaler.update()
+    assert optimizer.steps == 3
+
+
 def test_a_scaler() -> None:
     (rank,) = laid_flat(lambda: AdaFisher(mlp("cpu")), [[]])
     rank.feed(losses_of(rows("cpu", 1))[0])

@@ -21,4 +21,4 @@ def test_all_cases(ranks: int, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f"rank {rank}: done" in done.stdout for rank in range(ranks))
-    assert done.stdout.count("is one process") == 11 * ranks and done.stdout.count("is resumed") == 4 * ranks
+    assert done.stdout.count("is one process") == 12 * ranks and done.stdout.count("is resumed") == 4 * ranks
