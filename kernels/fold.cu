@@ -1,4 +1,4 @@
-// Fold: the partial sums of column_sums.cu, all layers in one launch; fold.cuh has the formulas.
+// Fold: the partial sums of column sums, all layers in one launch; fold.cuh has the formulas.
 
 #include "common.cuh"
 #include "fold.cuh"
